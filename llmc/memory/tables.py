@@ -75,3 +75,74 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def num_parameters(config: ModelConfig) -> int:
     """All elements of all 16 tensors, the padded rows of wte included."""
     return sum(prod(shape) for shape in parameter_shapes(config).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A tensor of one block. "act" is the run's precision; statistics stay fp32 whatever the precision."""
+
+    name: str
+    shape: str
+    dtype: str = "act"
+
+
+BLOCK_ACTIVATIONS = (
+    Activation("ln1_mean", "B T", "fp32"),
+    Activation("ln1_rstd", "B T", "fp32"),
+    Activation("ln1", "B T C"),
+    Activation("qkvr", "B T 3C"),
+    Activation("atty", "B T C"),
+    Activation("lse", "B NH Tp", "fp32"),  # log-sum-exp of each attention row: what flash attention keeps instead of (T, T)
+    Activation("residual2", "B T C"),
+    Activation("ln2_mean", "B T", "fp32"),
+    Activation("ln2_rstd", "B T", "fp32"),
+    Activation("ln2", "B T C"),
+    Activation("fch", "B T 4C"),
+    Activation("fch_gelu", "B T 4C"),
+    Activation("residual3", "B T C"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One operation of a block: what it reads and what it writes, by name."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+# "residual" is the block's input: encoded, or the residual3 of the block below; it is always kept.
+# a layernorm is two stages, so that normalising again from kept statistics is simply the second one
+FORWARD_STAGES = (
+    Stage("ln1_statistics", ("residual",), ("ln1_mean", "ln1_rstd")),
+    Stage("ln1", ("residual", "ln1_mean", "ln1_rstd"), ("ln1",)),
+    Stage("qkv", ("ln1",), ("qkvr",)),
+    Stage("attention", ("qkvr",), ("atty", "lse")),
+    Stage("attproj", ("atty", "residual"), ("residual2",)),
+    Stage("ln2_statistics", ("residual2",), ("ln2_mean", "ln2_rstd")),
+    Stage("ln2", ("residual2", "ln2_mean", "ln2_rstd"), ("ln2",)),
+    Stage("fc", ("ln2",), ("fch",)),
+    Stage("gelu", ("fch",), ("fch_gelu",)),
+    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",)),
+)
+
+# gradients of activations are transient: they live from the stage that writes them to the last one that reads them
+BACKWARD_STAGES = (
+    Stage("fcproj_backward", ("dresidual", "fch_gelu"), ("dfch",)),
+    Stage("gelu_backward", ("dfch", "fch"), ("dfch",)),
+    Stage("fc_backward", ("dfch", "ln2"), ("dln2",)),
+    Stage("ln2_backward", ("dln2", "residual2", "ln2_mean", "ln2_rstd"), ("dresidual",)),
+    Stage("attproj_backward", ("dresidual", "atty"), ("datty",)),
+    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",)),
+    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",)),
+    Stage("ln1_backward", ("dln1", "residual", "ln1_mean", "ln1_rstd"), ("dresidual",)),
+)
+
+BLOCK_GRADIENTS = (
+    Activation("dfch", "B T 4C"),
+    Activation("dln2", "B T C"),
+    Activation("datty", "B T C"),
+    Activation("dqkvr", "B T 3C"),
+    Activation("dln1", "B T C"),
+)

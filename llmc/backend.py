@@ -1,0 +1,141 @@
+"""The one place that knows devices: which one a run uses, in which precision, with how much memory."""
+import os
+import time
+from dataclasses import dataclass
+
+from llmc.errors import UserError
+
+# bf16 without this is emulated on a CPU, and slower than fp32
+CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A device ready for use. kind is cpu or cuda; name as the vendor writes it."""
+
+    device: "torch.device"  # noqa: F821
+    kind: str
+    name: str
+
+    def synchronize(self):
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(used, total) bytes: of the card, or of the machine with what this process has resident as used."""
+        if self.kind == "cuda":
+            import torch
+
+            free, total = torch.cuda.mem_get_info(self.device)
+            return total - free, total
+        return resident_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_bytes(self) -> int:
+        """Bytes a larger batch could still take."""
+        if self.kind == "cuda":
+            used, total = self.memory_bytes()
+            return total - used
+        return available_host_bytes()
+
+
+def cpu_has_native_bf16() -> bool:
+    """Whether the processor multiplies bf16 itself; from /proc/cpuinfo, so that --plan need not import torch."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            line = next((line for line in f if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        return False
+    return not CPU_BF16_FLAGS.isdisjoint(line.split())
+
+
+def likely_device_kind(device: str) -> str:
+    """cpu or cuda, without touching a device or importing torch: what --plan assumes."""
+    if device != "auto":
+        return device.partition(":")[0]
+    return "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
+
+
+def likely_precision(precision: str, kind: str) -> str:
+    """fp32 or bf16 for a model made from a descriptor, without touching a device: what --plan assumes."""
+    if precision != "auto":
+        return precision
+    return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
+
+
+def open_backend(device: str, threads: int, tf32: bool) -> Backend:
+    """Choose and prepare the device. Raises UserError where what was asked for is not there."""
+    # read when torch first opens cuBLAS; without it deterministic matmuls are refused
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.set_grad_enabled(False)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        return Backend(torch.device("cpu"), "cpu", cpu_name())
+    if not torch.cuda.is_available():
+        raise UserError(f"--device {device}: torch {torch.__version__} finds no CUDA device here; use --device cpu, or install a CUDA build of torch and a driver")
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0; choose one of them")
+    torch.cuda.set_device(index)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every arena is zeroed by us, once
+    return Backend(torch.device("cuda", index), "cuda", torch.cuda.get_device_name(index))
+
+
+def choose_precision(precision: str, backend: Backend) -> str:
+    """fp32 or bf16 for a model made from a descriptor: bf16 wherever the hardware has it."""
+    if backend.kind == "cpu":
+        return likely_precision(precision, "cpu")
+    import torch
+
+    native = torch.cuda.get_device_capability(backend.device) >= (8, 0)
+    if precision == "bf16" and not native:
+        raise UserError(f"--precision bf16: {backend.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32")
+    return precision if precision != "auto" else ("bf16" if native else "fp32")
+
+
+def measure_matmul_tflops(backend: Backend, precision: str, seconds: float = 0.5) -> float:
+    """TFLOP/s of a large square matmul here and now: the best of several tries within about `seconds`."""
+    import torch
+
+    n = 8192 if backend.kind == "cuda" else 1024
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    a, b, out = (torch.ones(n, n, dtype=dtype, device=backend.device) for _ in range(3))
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    torch.mm(a, b, out=out)  # the first call sets the library up
+    while time.perf_counter() < deadline:
+        backend.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        backend.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best / 1e12
+
+
+def cpu_name() -> str:
+    """The processor's name and the number of cores in use."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (Linux)."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_host_bytes() -> int:
+    """Memory the machine could still hand out without swapping (Linux)."""
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return int(fields["MemAvailable"].split()[0]) * 1024

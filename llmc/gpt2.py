@@ -1,0 +1,304 @@
+"""GPT-2 with explicit forward and backward, over the arenas of a memory plan.
+
+The math below reads and writes named views. Whether the ln1 of layer 3 has storage of its own or shares it with every
+other layer is the plan's business: forward runs every stage, backward runs the plan's schedule, and a schedule that
+keeps less simply contains more stages.
+"""
+from math import sqrt
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from llmc.layers.adamw import TensorState, adamw_update, round_piece, rounding_pieces
+from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
+from llmc.layers.encoder import encoder_backward, encoder_forward
+from llmc.layers.fused_classifier import fused_classifier_inplace
+from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
+from llmc.layers.global_norm import global_norm
+from llmc.layers.layernorm import layernorm_backward, layernorm_normalize, layernorm_statistics
+from llmc.layers.matmul import matmul_backward, matmul_forward
+from llmc.layers.residual import residual_add_inplace
+from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_parameters
+from llmc.memory.plan import TUNING, Plan
+from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
+from llmc.rand import XorShift
+
+ROUNDING_STATE = 13371337  # llm.c's; plus the rank
+INIT_SEED = 42
+GRADIENT_CLIP = 1.0
+
+
+class GPT2:
+    """A model, its gradients, optimizer state and activations, allocated once from a plan.
+
+    Public views: params, grads (name -> tensor, file order), and the flat arenas flat["parameters"], flat["gradients"],
+    flat["m"], flat["v"], flat["master"] (bf16 with master weights only), each (num_parameters,).
+    """
+
+    def __init__(self, plan: Plan, device="cpu", rank=0):
+        o = plan.options
+        self.plan, self.config, self.device = plan, o.config, torch.device(device)
+        self.B, self.T, self.NH, self.C = o.B, o.T, o.config.num_heads, o.config.channels
+        self.tuning = TUNING[o.device]
+        self.rng = XorShift(ROUNDING_STATE + rank)  # seeds every stochastic rounding
+        self.rng_state_last_update = self.rng.state
+        element = {"parameters": o.precision, "gradients": o.precision}
+        self.flat = {
+            purpose: allocate(n_bytes, self.device).view(TORCH_DTYPE[element.get(purpose, "fp32")])
+            for purpose, n_bytes in plan.arenas.items() if purpose != "activations"
+        }  # fmt: skip
+        self.params = cut_parameters(self.flat["parameters"], o.config)
+        self.grads = cut_parameters(self.flat["gradients"], o.config)
+        self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
+        self.layers = [self._layer(l) for l in range(o.config.num_layers)]
+        self.forward_stages = [getattr(self, f"_{s.name}") for s in FORWARD_STAGES]
+        self.backward_stages = [getattr(self, f"_{s.name}") for s in plan.schedule]
+
+    def _layer(self, l):
+        """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
+        acts, layer = self.acts, SimpleNamespace()
+        for a in BLOCK_ACTIVATIONS:
+            setattr(layer, a.name, acts[a.name][l] if self.plan.tensors[a.name].purpose == "kept" else acts[a.name])
+        layer.residual = acts["encoded"] if l == 0 else acts["residual3"][l - 1]
+        for p in PARAMETERS:
+            if p.per_layer:
+                setattr(layer, p.name, self.params[p.name][l])
+                setattr(layer, "d" + p.name, self.grads[p.name][l])
+        return layer
+
+    # ------------------------------------------------------------------------
+    # weights
+
+    def init_random(self):
+        """llm.c's initialisation, which is the order torch would draw in: see llmc-compat, "Numerics"."""
+        generator = torch.Generator().manual_seed(INIT_SEED)
+        std = {"normal": 0.02, "residual": 0.02 / sqrt(2 * self.config.num_layers)}
+
+        def draw(parameter, view):
+            view.copy_(torch.empty(view.shape).normal_(0.0, std[parameter.init], generator=generator))
+
+        for p in PARAMETERS:
+            if p.init == "ones":
+                self.params[p.name].fill_(1.0)
+        wte, wpe, *blocks = (p for p in PARAMETERS if p.init in std)
+        draw(wte, self.params["wte"][: self.config.vocab_size])  # padded rows stay zero and are not drawn
+        draw(wpe, self.params["wpe"])
+        for l in range(self.config.num_layers):
+            for p in blocks:
+                draw(p, self.params[p.name][l])
+        self.copy_weights_to_master()
+
+    def copy_weights_to_master(self):
+        """Start (or restart) the fp32 master copy from the weights."""
+        if "master" in self.flat:
+            self.flat["master"].copy_(self.flat["parameters"])
+
+    # ------------------------------------------------------------------------
+    # forward
+
+    def forward(self, inputs):
+        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm."""
+        a = self.acts
+        a["inputs"].copy_(torch.as_tensor(inputs))
+        encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
+        for layer in self.layers:
+            for stage in self.forward_stages:
+                stage(layer)
+        layernorm_statistics(a["lnf_mean"], a["lnf_rstd"], self._last_residual(), a)
+        layernorm_normalize(a["lnf"], self._last_residual(), a["lnf_mean"], a["lnf_rstd"], self.params["lnfw"], self.params["lnfb"], a)
+
+    def _last_residual(self):
+        return self.acts["residual3"][-1]
+
+    def _ln1_statistics(self, l):
+        layernorm_statistics(l.ln1_mean, l.ln1_rstd, l.residual, self.acts)
+
+    def _ln1(self, l):
+        layernorm_normalize(l.ln1, l.residual, l.ln1_mean, l.ln1_rstd, l.ln1w, l.ln1b, self.acts)
+
+    def _qkv(self, l):
+        matmul_forward(l.qkvr, l.ln1, l.qkvw, l.qkvb)
+
+    def _attention(self, l):
+        attention_forward(l.atty, l.lse, l.qkvr, self.NH)
+
+    def _attproj(self, l):
+        matmul_forward(l.residual2, l.atty, l.attprojw, l.attprojb)
+        residual_add_inplace(l.residual2, l.residual)
+
+    def _ln2_statistics(self, l):
+        layernorm_statistics(l.ln2_mean, l.ln2_rstd, l.residual2, self.acts)
+
+    def _ln2(self, l):
+        layernorm_normalize(l.ln2, l.residual2, l.ln2_mean, l.ln2_rstd, l.ln2w, l.ln2b, self.acts)
+
+    def _fc(self, l):
+        matmul_forward(l.fch, l.ln2, l.fcw, l.fcb)
+
+    def _gelu(self, l):
+        gelu_forward(l.fch_gelu, l.fch)
+
+    def _fcproj(self, l):
+        matmul_forward(l.residual3, l.fch_gelu, l.fcprojw, l.fcprojb)
+        residual_add_inplace(l.residual3, l.residual2)
+
+    # ------------------------------------------------------------------------
+    # head: logits exist for one chunk of rows at a time
+
+    def _head_chunks(self, targets):
+        """(rows, logits, lnf, losses, targets) of each chunk, the logits computed."""
+        a = self.acts
+        lnf, losses = a["lnf"].view(-1, self.C), a["losses"].view(-1)
+        a["targets"].copy_(torch.as_tensor(targets))
+        size = len(a["logits"])
+        for at in range(0, len(lnf), size):
+            part = slice(at, min(at + size, len(lnf)))
+            logits = a["logits"][: part.stop - at]
+            matmul_forward(logits, lnf[part], self.params["wte"])
+            yield logits, lnf[part], losses[part], a["targets"].view(-1)[part]
+
+    def _classify(self, logits, losses, targets, dloss):
+        rows = max(1, self.tuning.classifier_elements // self.config.padded_vocab_size)
+        fused_classifier_inplace(logits, losses, targets, self.acts, V=self.config.vocab_size, dloss=dloss, rows_at_once=rows)
+
+    def token_losses(self, inputs, targets):
+        """Loss of every token: (B, T) fp32, a view that the next step overwrites."""
+        self.forward(inputs)
+        self.acts["losses"].zero_()
+        for logits, _, losses, chunk_targets in self._head_chunks(targets):
+            self._classify(logits, losses, chunk_targets, None)
+        return self.acts["losses"]
+
+    def validate(self, inputs, targets) -> float:
+        """Mean loss of one batch."""
+        return self.token_losses(inputs, targets).mean().item()
+
+    # ------------------------------------------------------------------------
+    # backward
+
+    def backward(self, targets, grad_accum_steps=1, micro_step=0):
+        """Gradients of the mean loss over all micro-steps, into grads: micro-step 0 writes, later ones add.
+
+        Call after forward; targets (B, T) int64.
+        """
+        a, accumulate = self.acts, micro_step > 0
+        self.accumulate = accumulate
+        if not accumulate:
+            a["losses"].zero_()
+        dloss = 1.0 / (self.B * self.T * grad_accum_steps)
+        dwte = self.grads["wte"]
+        for i, (logits, lnf, losses, chunk_targets) in enumerate(self._head_chunks(targets)):
+            self._classify(logits, losses, chunk_targets, dloss)
+            # lnf becomes its own gradient: the chunk's rows are not read again
+            matmul_backward(lnf, dwte, None, logits, lnf, self.params["wte"], accumulate=accumulate or i > 0)
+        a["dresidual"].zero_()
+        layernorm_backward(
+            a["dresidual"], self.grads["lnfw"], self.grads["lnfb"], a["lnf"], self._last_residual(),
+            self.params["lnfw"], a["lnf_mean"], a["lnf_rstd"], a, accumulate=accumulate,
+        )  # fmt: skip
+        for layer in reversed(self.layers):
+            for stage in self.backward_stages:
+                stage(layer)
+        encoder_backward(dwte, self.grads["wpe"], a["dresidual"], a["inputs"], a, seed=self.rng.u32(), accumulate=accumulate)
+
+    def mean_loss(self, grad_accum_steps=1) -> float:
+        """Mean training loss over the micro-steps since micro-step 0."""
+        return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
+
+    def _matmul_backward(self, dinp, dweight, dbias, dout, inp, weight):
+        matmul_backward(dinp, dweight, dbias, dout, inp, weight, accumulate=self.accumulate, bias_sum=self.acts["bias_sum"])
+
+    def _fcproj_backward(self, l):
+        self._matmul_backward(self.acts["dfch"], l.dfcprojw, l.dfcprojb, self.acts["dresidual"], l.fch_gelu, l.fcprojw)
+
+    def _gelu_backward(self, l):
+        gelu_backward_inplace(self.acts["dfch"], l.fch)
+
+    def _fc_backward(self, l):
+        self._matmul_backward(self.acts["dln2"], l.dfcw, l.dfcb, self.acts["dfch"], l.ln2, l.fcw)
+
+    def _ln2_backward(self, l):
+        a = self.acts
+        layernorm_backward(a["dresidual"], l.dln2w, l.dln2b, a["dln2"], l.residual2, l.ln2w, l.ln2_mean, l.ln2_rstd, a, accumulate=self.accumulate)
+
+    def _attproj_backward(self, l):
+        self._matmul_backward(self.acts["datty"], l.dattprojw, l.dattprojb, self.acts["dresidual"], l.atty, l.attprojw)
+
+    def _attention_backward(self, l):
+        attention_backward(self.acts["dqkvr"], self.acts["datty"], l.qkvr, l.atty, l.lse, self.NH)
+
+    def _qkv_backward(self, l):
+        self._matmul_backward(self.acts["dln1"], l.dqkvw, l.dqkvb, self.acts["dqkvr"], l.ln1, l.qkvw)
+
+    def _ln1_backward(self, l):
+        a = self.acts
+        layernorm_backward(a["dresidual"], l.dln1w, l.dln1b, a["dln1"], l.residual, l.ln1w, l.ln1_mean, l.ln1_rstd, a, accumulate=self.accumulate)
+
+    # ------------------------------------------------------------------------
+    # update
+
+    def grad_norm(self) -> float:
+        """Global norm of the gradient, before clipping."""
+        return global_norm(self.flat["gradients"], self.acts, piece=self.tuning.update_elements)
+
+    def update(self, learning_rate, weight_decay, step, grad_norm):
+        """One AdamW step; `step` counts from 1. The gradient is clipped to norm 1."""
+        self.rng_state_last_update = self.rng.state
+        adamw_update(
+            self._tensor_states(), self.acts, lr=learning_rate, weight_decay=weight_decay, step=step,
+            grad_divisor=max(1.0, grad_norm / GRADIENT_CLIP),
+        )  # fmt: skip
+
+    def round_weights_from_master(self):
+        """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
+        state = self.rng.state
+        self.rng.state = self.rng_state_last_update
+        for t in self._tensor_states():
+            for piece in rounding_pieces(t.layers, t.param.numel(), self.acts["noise"].numel()):
+                round_piece(t.param[piece.flat], t.master[piece.flat], piece, t.seed, self.acts)
+        self.rng.state = state
+
+    def _tensor_states(self):
+        """The 16 tensors as the update sees them. Draws a rounding seed for each, in file order, as llm.c does."""
+        states, start = [], 0
+        for p in PARAMETERS:
+            part = slice(start, start + self.params[p.name].numel())
+            views = [self.flat[k][part] if k in self.flat else None for k in ("parameters", "gradients", "m", "v", "master")]
+            layers = self.config.num_layers if p.per_layer else 1
+            states.append(TensorState(*views, layers=layers, decay=p.decay, seed=self.rng.u32()))
+            start = part.stop
+        return states
+
+    # ------------------------------------------------------------------------
+    # sampling: one row at a time over a key/value cache, which lies in the activation arena
+
+    def next_logits(self, token: int, position: int) -> np.ndarray:
+        """Logits (V,) fp32 after `token` at `position`; positions 0..position-1 must have been given before.
+
+        Overwrites the activations of the last training step.
+        """
+        a, p = self.acts, self.params
+        x, ln, qkvr, atty, fch = (a[f"sample_{n}"] for n in ("residual", "ln", "qkvr", "atty", "fch"))
+        scratch = {"norm_rows": a["sample_rows"]}
+
+        def norm(weight, bias):
+            mean, rstd = a["sample_stats"]
+            layernorm_statistics(mean, rstd, x, scratch)
+            layernorm_normalize(ln, x, mean, rstd, weight, bias, scratch)
+
+        torch.add(p["wte"][token], p["wpe"][position], out=x[0])
+        for l, cache in zip(self.layers, a["kv_cache"]):
+            norm(l.ln1w, l.ln1b)
+            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)
+            attention_one_row(atty, qkvr, cache, position, self.NH)
+            matmul_forward(ln, atty, l.attprojw, l.attprojb)
+            residual_add_inplace(x, ln)
+            norm(l.ln2w, l.ln2b)
+            matmul_forward(fch, ln, l.fcw, l.fcb)
+            gelu_forward(fch, fch)
+            matmul_forward(ln, fch, l.fcprojw, l.fcprojb)
+            residual_add_inplace(x, ln)
+        norm(p["lnfw"], p["lnfb"])
+        matmul_forward(a["sample_logits"], ln, p["wte"])
+        return a["sample_logits"][0, : self.config.vocab_size].float().cpu().numpy()

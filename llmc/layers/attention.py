@@ -1,0 +1,87 @@
+"""Causal multi-head attention, flash style: no (T, T) matrix is ever stored, only one log-sum-exp per row.
+
+The kernels are torch's own, called below autograd. They return memory of their own, which is copied into the arena and
+freed at once; the plan counts it as library memory. Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
+"""
+import torch
+
+aten = torch.ops.aten
+
+
+def attention_forward(atty, lse, qkvr, NH):
+    """atty = softmax(mask(q k^T / sqrt(HS))) v per head.
+
+    atty  (B, T, C)       written
+    lse   (B, NH, Tp)     fp32, written; opaque to everything but attention_backward
+    qkvr  (B, T, 3C)      read: q, k and v of all heads, packed
+    """
+    B, T, C = atty.shape
+    out, statistics = _forward(*_heads(qkvr, NH), causal=True)
+    atty.copy_(out.transpose(1, 2).reshape(B, T, C))
+    lse.copy_(statistics)
+
+
+def attention_backward(dqkvr, datty, qkvr, atty, lse, NH):
+    """Gradients of attention_forward; dqkvr (B, T, 3C) is written, everything else read."""
+    B, T, C = atty.shape
+    q, k, v = _heads(qkvr, NH)
+    out, dout = (t.view(B, T, NH, C // NH).transpose(1, 2) for t in (atty, datty))
+    gradients = _backward(dout, q, k, v, out, lse)
+    for target, gradient in zip(_heads(dqkvr, NH), gradients):
+        target.copy_(gradient)
+
+
+def attention_one_row(out, qkvr, cache, position, NH):
+    """Attention of one new token over the cache, which receives its k and v first.
+
+    out    (1, C)      written     qkvr (1, 3C) read
+    cache  (2, G, C)   k and v of positions 0..position-1; position is written
+    """
+    C = out.shape[1]
+    cache[:, position] = qkvr.view(3, C)[1:]
+    q = qkvr[:, :C].view(1, 1, NH, C // NH).transpose(1, 2)
+    k, v = (c[: position + 1].view(1, position + 1, NH, C // NH).transpose(1, 2) for c in cache)
+    result, _ = _forward(q, k, v, causal=False)
+    out.copy_(result.transpose(1, 2).reshape(1, C))
+
+
+def _heads(qkvr, NH):
+    """q, k, v as (B, NH, T, HS) strided views of the packed (B, T, 3C)."""
+    B, T, C3 = qkvr.shape
+    return [t.view(B, T, NH, C3 // 3 // NH).transpose(1, 2) for t in qkvr.split(C3 // 3, 2)]
+
+
+# one pair of functions per kind of kernel: (B, NH, T, HS) in and out, lse in whatever shape that kernel keeps
+
+
+def _forward(q, k, v, *, causal):
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype == torch.float32:  # flash attention has no fp32 form; this one is as frugal
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse
+    out, lse, _, _, _ = aten._flash_attention_forward(
+        *_bthd(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False
+    )
+    return out.transpose(1, 2), lse
+
+
+def _backward(dout, q, k, v, out, lse):
+    T = q.shape[2]
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
+    if q.dtype == torch.float32:
+        seed, offset = unused
+        return aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], True
+        )[:3]
+    gradients = aten._flash_attention_backward(
+        *_bthd(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, unused.view(torch.uint64), unused
+    )
+    return _bthd(*gradients)
+
+
+def _bthd(*tensors):
+    """(B, NH, T, HS) <-> (B, T, NH, HS)"""
+    return [t.transpose(1, 2) for t in tensors]

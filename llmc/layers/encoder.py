@@ -1,0 +1,64 @@
+"""Token and position embeddings. Source: llm.c llmc/encoder.cuh."""
+import torch
+
+from llmc.layers.rounding import noise_2d, round_to_bf16
+
+
+def encoder_forward(out, inputs, wte, wpe):
+    """out[b, t] = wte[inputs[b, t]] + wpe[t].
+
+    out      (B, T, C)   as wte   written
+    inputs   (B, T)      int64    token ids in [0, Vp)
+    wte      (Vp, C), wpe (maxT, C) with maxT >= T
+    """
+    B, T, C = out.shape
+    torch.index_select(wte, 0, inputs.view(-1), out=out.view(B * T, C))
+    out.add_(wpe[:T])
+
+
+def encoder_backward(dwte, dwpe, dout, inputs, scratch, *, seed, accumulate):
+    """dwte[inputs[b, t]] += dout[b, t]; dwpe[t] += sum over b.
+
+    dwte     (Vp, C)   accumulated always: the classifier's gradient is already in it
+    dwpe     (maxT, C) accumulated, or written (rows beyond T with zeros) when accumulate is False
+    dout     (B, T, C) read
+    scratch  views encoder_sums and, in bf16, encoder_rows, encoder_gathered, noise, noise_work
+
+    In fp32 rows are added in order of position, the same bits every time. In bf16 the rows of one token are summed in
+    fp32 first and enter the gradient in one stochastic rounding, seeded by `seed` (uint32): adding a frequent token's
+    rows one by one in bf16 would lose most of them.
+    """
+    B, T, C = dout.shape
+    if not accumulate:
+        dwpe.zero_()
+    if dwte.dtype == torch.float32:
+        dwte.index_add_(0, inputs.view(-1), dout.view(-1, C))
+        torch.sum(dout, 0, out=scratch["encoder_sums"])
+        dwpe[:T].add_(scratch["encoder_sums"])
+        return
+    rows, sums = scratch["encoder_rows"], scratch["encoder_sums"]
+    rows.copy_(dout)
+    torch.sum(rows, 0, out=sums[0])
+    positions = torch.arange(T, device=dout.device)
+    _add_rows(dwpe, positions, sums[0], scratch, seed=seed, first_noise_row=dwte.shape[0])
+    # sorted, so that a token's rows are added in order of position whatever the batch looks like
+    tokens, slot = torch.unique(inputs.view(-1), sorted=True, return_inverse=True)
+    token_sums = sums.view(-1, C)[: len(tokens)].zero_()
+    token_sums.index_add_(0, slot, rows.view(-1, C))
+    _add_rows(dwte, tokens, token_sums, scratch, seed=seed, first_noise_row=0)
+
+
+def _add_rows(grad, index, sums, scratch, *, seed, first_noise_row):
+    """grad[index] = stochastic rounding of grad[index] + sums; `sums` (n, C) fp32 is destroyed."""
+    n, C = sums.shape
+    gathered = scratch["encoder_gathered"].view(-1, C)[:n]
+    torch.index_select(grad, 0, index, out=gathered)
+    sums.add_(gathered)
+    piece = max(1, scratch["noise"].numel() // C)
+    columns = torch.arange(C, dtype=torch.int32, device=grad.device)
+    for at in range(0, n, piece):
+        m = min(piece, n - at)
+        noise, work = (scratch[k][: m * C].view(m, C) for k in ("noise", "noise_work"))
+        noise_2d(noise, work, columns, index[at : at + m].to(torch.int32) + first_noise_row, seed)
+        round_to_bf16(gathered[at : at + m], sums[at : at + m], noise, work)
+    grad.index_copy_(0, index, gathered)

@@ -1,0 +1,17 @@
+"""The gradient's global norm. Source: llm.c llmc/global_norm.cuh."""
+import torch
+
+
+def global_norm(grads, scratch, *, piece):
+    """sqrt of the sum of squares of grads (n,), as a Python float.
+
+    Fixed pieces, one fp32 partial each, summed in order in fp64. scratch: norm_partials (>= pieces,) fp32, and norm_work
+    (>= piece,) fp32 unless grads are fp32.
+    """
+    partials = scratch["norm_partials"]
+    for i, at in enumerate(range(0, len(grads), piece)):
+        part = grads[at : at + piece]
+        if part.dtype != torch.float32:
+            part = scratch["norm_work"][: len(part)].copy_(part)
+        torch.dot(part, part, out=partials[i])
+    return partials.double().sum().sqrt().item()

@@ -1,0 +1,59 @@
+"""Stochastic rounding of fp32 to bf16, from integer arithmetic only: every device gives the same bits.
+
+The noise is SquirrelNoise5 over a 2-D position (Squirrel Eiserloh, GDC 2017, and the version he published in 2021).
+A value whose low 16 bits exceed the noise's low 16 rounds away from zero, else toward it. Source: llm.c cuda_utils.cuh.
+"""
+from functools import cache
+
+import torch
+
+PRIME_Y = 198491317  # a row's stride in the noise
+
+
+def _int32(value: int) -> int:
+    """A uint32 as the int32 of the same bits; torch's int32 arithmetic wraps, so the bits stay right."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
+
+
+N1, N2, N3, N4, N5 = (_int32(n) for n in (0xD2A80A3F, 0xA884F197, 0x6C736F4B, 0xB79F3ABB, 0x1B56C4F5))
+ROUNDS = ((9, torch.add, N2), (11, torch.mul, N3), (13, torch.add, N4), (15, torch.mul, N5), (17, None, 0))
+
+
+@cache
+def _rounds(device):
+    """(shift, mask, operation, constant) of each round, the last two as tensors: a Python int costs a conversion a call."""
+
+    def scalar(value):
+        return torch.tensor(value, dtype=torch.int32, device=device)
+
+    # torch's right shift is arithmetic; the mask clears the copies of the sign, so the shift is logical
+    return [(shift, scalar((1 << (32 - shift)) - 1), operation, scalar(constant)) for shift, operation, constant in ROUNDS]
+
+
+def noise_2d(out, work, x, y, seed):
+    """out[..., i, j] = noise at position x[j] + PRIME_Y * y[..., i], seeded.
+
+    out, work  (..., n, m) int32  written; work is scratch
+    x          (m,) int32, y (..., n) int32; seed uint32
+    """
+    # position * N1 + seed, with N1 multiplied in before the two axes meet
+    torch.add((y * _int32(PRIME_Y * N1) + _int32(seed)).unsqueeze(-1), x * N1, out=out)
+    for shift, mask, operation, constant in _rounds(out.device):
+        torch.bitwise_right_shift(out, shift, out=work)
+        torch.bitwise_and(work, mask, out=work)
+        torch.bitwise_xor(out, work, out=out)
+        if operation:
+            operation(out, constant, out=out)
+
+
+def round_to_bf16(out, values, noise, work):
+    """out = values, stochastically rounded.
+
+    out     bf16, values fp32 contiguous, of the same shape; noise int32 from noise_2d, destroyed; work int32 contiguous
+    Adding 0xFFFF - threshold carries into the upper half exactly when the lower half exceeds the threshold.
+    """
+    noise.bitwise_or_(-65536)  # threshold - 65536, so subtracting it adds 65536 - threshold
+    torch.sub(values.view(torch.int32), noise, out=work).sub_(1)
+    upper_half = work.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little-endian
+    out.view(torch.int16).copy_(upper_half)
