@@ -1,4 +1,4 @@
-"""The one exception that is meant for the person at the shell."""
+"""The exceptions that are meant for the person at the shell."""
 
 
 class UserError(Exception):
@@ -12,3 +12,7 @@ class UserError(Exception):
 def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
     """The UserError for an OSError met while `doing` something ("writing the model") at `path`."""
     return UserError(f"{doing} failed at {path}: {error.strerror or error}; make room or fix the permissions, then run again")
+
+
+class NotEnoughMemory(Exception):
+    """What was asked for does not fit. One sentence as in UserError; exit code 3, so that a restart loop can stop on it."""

@@ -1,0 +1,117 @@
+"""Files that are whole or not there, and the 1024-byte headers llm.c puts before everything it writes."""
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from llmc.errors import UserError, full_disk_or_denied
+
+HEADER_INTS, HEADER_BYTES = 256, 1024
+
+MODEL_MAGIC, STATE_MAGIC, DEBUG_STATE_MAGIC = 20240326, 20240527, 20240327
+
+# what a first int32 says a file is, so that a mixed-up path can be named instead of only refused
+KINDS = {
+    MODEL_MAGIC: "a model file",
+    STATE_MAGIC: "a training state file",
+    DEBUG_STATE_MAGIC: "a debug state file (inputs, logits and gradients of one step)",
+    20240328: "a tokenizer file",
+    20240520: "a token shard",
+    20240522: "an evaluation file",
+    20240801: "a Llama-3 token shard (uint32 tokens of another vocabulary, which a GPT-2 has no rows for)",
+    20240803: "a Llama-3 model (rotary positions, RMSNorm and SwiGLU, which a GPT-2 does not have)",
+}
+
+
+def write_atomically(path, pieces, *, doing: str = "writing") -> None:
+    """Write `pieces` to `path` so that the file appears whole or not at all.
+
+    pieces  iterable of C-contiguous buffers (bytes, numpy arrays), written back to back; may be a generator
+    doing   the verb of the error sentence, as in "writing the model"
+    The data goes to path + ".tmp", is flushed to the disk and only then renamed, so an earlier file under the final name
+    survives any failure. Whatever is raised on the way, KeyboardInterrupt included, first removes the temporary file.
+    Raises UserError for an OSError (full disk, denied, no such folder); everything else passes through.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise UserError(f"{doing} failed at {path}: the folder {path.parent} does not exist; create it first")
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: a renamed file without its data is a half file
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise full_disk_or_denied(error, path, doing) from error
+        raise
+
+
+def sync_folder(folder) -> None:
+    """Make renames and removals in `folder` survive a power cut. Raises OSError."""
+    if os.name != "posix":
+        return  # windows opens no folders
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)
+
+
+def new_header(*entries: int) -> np.ndarray:
+    """(256,) little-endian int32, `entries` first, zeros after."""
+    header = np.zeros(HEADER_INTS, "<i4")
+    header[: len(entries)] = entries
+    return header
+
+
+def put_uint64(header: np.ndarray, index: int, value: int) -> None:
+    """Store `value` in the two entries from `index` on, low word first, as a C pointer cast does."""
+    header[index : index + 2].view("<u8")[0] = value
+
+
+def get_uint64(header: np.ndarray, index: int) -> int:
+    """The value put_uint64 stored at `index`."""
+    return int(header[index : index + 2].view("<u8")[0])
+
+
+def read_header(path, magic: int) -> np.ndarray:
+    """(256,) int32, read-only: the header of a file that should begin with `magic`.
+
+    Raises UserError when the file is missing, unreadable, empty, shorter than a header, or of another kind.
+    """
+    expected = KINDS[magic].split(" (")[0]
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(HEADER_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; expected {expected}, so check the path") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); expected {expected}, so check the path and its permissions") from None
+    if len(raw) < HEADER_BYTES:
+        found = "is empty" if not raw else f"has only {len(raw)} bytes"
+        raise UserError(f"{path} {found}; {expected} begins with a header of {HEADER_BYTES} bytes, so download or write it again")
+    header = np.frombuffer(raw, "<i4")
+    found = int(header[0])
+    if found in KINDS and found != magic:
+        raise UserError(f"{path} is {KINDS[found]}; expected {expected}, so pass the path of one")
+    if found != magic:
+        raise UserError(f"{path} begins with the number {found}; expected {magic}, {expected}, so pass the path of one")
+    return header
+
+
+def check_size(path, expected: int, reason: str) -> None:
+    """Raise UserError unless the file has exactly `expected` bytes; `reason` says where that number comes from."""
+    found = os.path.getsize(path)
+    if found != expected:
+        state = f"truncated by {expected - found}" if found < expected else f"oversized by {found - expected}"
+        raise UserError(f"{path} has {found} bytes, {state}: {reason} needs exactly {expected}; download or write it again")

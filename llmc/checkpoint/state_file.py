@@ -1,0 +1,223 @@
+"""The training state beside a model: optimizer moments, generators, the loader's place. Source: llm.c train_gpt2.cu.
+
+Every rank writes its own: state_STEP_RANK.bin, byte for byte llm.c's, and extra_STEP_RANK.json for what llm.c's header has no room for.
+"""
+import json
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.checkpoint.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
+from llmc.checkpoint.model_file import prepended, whole
+from llmc.data.shards import LoaderState
+from llmc.errors import UserError
+from llmc.rand import STATE_STRUCT
+
+STATE_VERSION = 1
+STEP, RNG_STATE, RNG_STATE_LAST_UPDATE, SHARD_IDX, SAMPLE_IDX = 10, 20, 22, 30, 32  # header entries; all but STEP are uint64
+SHUFFLE_RNG_BYTES = STATE_STRUCT.size  # 2520, llm.c's mt19937_state
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What one rank must remember beside the model and the tensors of its optimizer."""
+
+    step: int  # optimizer steps done
+    num_processes: int
+    rank: int
+    use_master_weights: bool
+    rng_state: int  # uint64, xorshift*, of the stochastic rounding
+    rng_state_last_update: int  # uint64, before the last update: re-rounds the weights from the master identically
+    loader: LoaderState
+
+
+def tensor_names(use_master_weights: bool) -> tuple[str, ...]:
+    """The tensors of a state file, in file order."""
+    return ("m", "v", "master") if use_master_weights else ("m", "v")
+
+
+def write_state(path, state: TrainingState, tensors, num_parameters: int) -> None:
+    """Write a state file, whole or not at all.
+
+    tensors         iterable of uint8 arrays, C-contiguous: the bytes of fp32 m, v and, with master weights, master
+    num_parameters  elements of each: this rank's shard
+    Raises UserError where the disk is full or denies; AssertionError when the bytes do not add up.
+    """
+    loader = state.loader
+    header = new_header(STATE_MAGIC, STATE_VERSION, state.num_processes, state.rank, state.use_master_weights, loader.should_shuffle)
+    header[STEP] = state.step
+    put_uint64(header, RNG_STATE, state.rng_state)
+    put_uint64(header, RNG_STATE_LAST_UPDATE, state.rng_state_last_update)
+    put_uint64(header, SHARD_IDX, loader.current_shard_idx)
+    put_uint64(header, SAMPLE_IDX, loader.current_sample_idx)
+    tensors = whole(tensors, 4 * num_parameters * len(tensor_names(state.use_master_weights)))
+    write_atomically(path, followed(prepended(header, tensors), loader_pieces(loader)), doing="writing the state")
+
+
+def followed(pieces, rest):
+    """The pieces, then the rest."""
+    yield from pieces
+    yield from rest
+
+
+def loader_pieces(loader: LoaderState) -> list:
+    """The loader section that ends a state file; nothing for a loader that does not shuffle."""
+    if not loader.should_shuffle:
+        return []
+    assert len(loader.intra_shard_indices) == loader.shard_num_samples and len(loader.shuffle_rng) == SHUFFLE_RNG_BYTES
+    return [
+        np.array([len(loader.shard_indices)], "<u8"),
+        np.ascontiguousarray(loader.shard_indices, "<i4"),
+        np.array([loader.shard_num_samples], "<u8"),
+        np.ascontiguousarray(loader.intra_shard_indices, "<i4"),
+        loader.shuffle_rng,
+    ]
+
+
+def read_num_processes(path) -> int:
+    """How many ranks wrote the checkpoint this state file belongs to. Raises UserError as read_state does."""
+    return int(read_state_header(path)[2])
+
+
+def read_state_header(path) -> np.ndarray:
+    """(256,) int32 of a state file whose header makes sense. Raises UserError otherwise."""
+    header = read_header(path, STATE_MAGIC)
+    version, num_processes, rank, use_master_weights, should_shuffle = header[1:6].tolist()
+    if version != STATE_VERSION:
+        raise UserError(f"{path} is a training state of version {version}; expected {STATE_VERSION}, so resume from another checkpoint")
+    if not 0 <= rank < num_processes:
+        raise UserError(
+            f"{path} says rank {rank} of {num_processes} processes; expected a rank below that number, so the header is damaged: "
+            "resume from another checkpoint"
+        )
+    if not (0 <= use_master_weights <= 1 and 0 <= should_shuffle <= 1 and header[STEP] >= 0):
+        raise UserError(
+            f"{path} says use_master_weights {use_master_weights}, should_shuffle {should_shuffle}, step {header[STEP]}; "
+            "expected 0 or 1, 0 or 1 and a step from 0 on, so the header is damaged: resume from another checkpoint"
+        )
+    return header
+
+
+def read_state(
+    path, num_parameters: int, *, num_processes: int | None = None, rank: int | None = None
+) -> tuple[TrainingState, dict[str, np.memmap]]:
+    """A state file's facts, and its tensors as (num_parameters,) float32 read-only maps named m, v and, where present, master.
+
+    num_parameters       elements of this rank's shard, which the file's length must agree with to the byte
+    num_processes, rank  of this run; where given, the file must come from the same
+    Raises UserError for a missing, damaged or foreign file.
+    """
+    header = read_state_header(path)
+    wrote_processes, wrote_rank = int(header[2]), int(header[3])
+    if num_processes not in (None, wrote_processes) or rank not in (None, wrote_rank):
+        raise UserError(
+            f"{path} was written by rank {wrote_rank} of {wrote_processes} processes; expected rank {wrote_rank if rank is None else rank} "
+            f"of {wrote_processes if num_processes is None else num_processes}, so run with as many processes as wrote the "
+            f"checkpoint (-pn {wrote_processes})"
+        )
+    names = tensor_names(bool(header[4]))
+    tensors_end = HEADER_BYTES + 4 * num_parameters * len(names)
+    loader = read_loader(path, header, tensors_end, f"a state of {len(names)} x {num_parameters} parameters")
+    state = TrainingState(
+        step=int(header[STEP]),
+        num_processes=wrote_processes,
+        rank=wrote_rank,
+        use_master_weights=bool(header[4]),
+        rng_state=get_uint64(header, RNG_STATE),
+        rng_state_last_update=get_uint64(header, RNG_STATE_LAST_UPDATE),
+        loader=loader,
+    )
+    offsets = {name: HEADER_BYTES + 4 * num_parameters * i for i, name in enumerate(names)}
+    return state, {name: np.memmap(path, "<f4", "r", offset=offset, shape=(num_parameters,)) for name, offset in offsets.items()}
+
+
+def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderState:
+    """The loader's state: its place from the header, its order from the section at `offset`, which must end the file.
+
+    tensors  what precedes the section, for the error sentence. Raises UserError unless the file ends where the section does.
+    """
+    place = {"current_shard_idx": get_uint64(header, SHARD_IDX), "current_sample_idx": get_uint64(header, SAMPLE_IDX)}
+    if not header[5]:
+        check_size(path, offset, f"{tensors} without a shuffled loader")
+        none = np.zeros(0, np.int32)
+        return LoaderState(False, **place, shard_indices=none, shard_num_samples=0, intra_shard_indices=none, shuffle_rng=b"")
+    tensors += " with a shuffled loader"
+    with open(path, "rb") as file:
+        file.seek(offset)
+        # the expected length grows as the two counts are read; each must fit before its array is touched
+        end = offset + 16 + SHUFFLE_RNG_BYTES
+        shard_indices, end = read_counted(path, file, end, tensors)
+        intra_shard_indices, end = read_counted(path, file, end, tensors)
+        check_size(path, end, f"{tensors} of {len(shard_indices)} shards and {len(intra_shard_indices)} samples")
+        shuffle_rng = file.read(SHUFFLE_RNG_BYTES)
+    return LoaderState(
+        True, **place, shard_indices=shard_indices, shard_num_samples=len(intra_shard_indices),
+        intra_shard_indices=intra_shard_indices, shuffle_rng=shuffle_rng,
+    )  # fmt: skip
+
+
+def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
+    """A uint64 count and that many int32 from `file`, and `end`, the length the file needs at least, moved by them.
+
+    Raises UserError when the file is shorter than that.
+    """
+    raw = file.read(8)
+    end += 4 * int.from_bytes(raw, "little")
+    if len(raw) < 8 or os.path.getsize(path) < end:
+        check_size(path, end, reason)
+    return np.frombuffer(file.read(4 * int.from_bytes(raw, "little")), "<i4"), end
+
+
+FLOAT = "float:"  # "float:0x1.8p+0": json's own floats have no nan, and hex is exact by construction
+
+
+def write_extra(path, values: dict) -> None:
+    """Write plain values (dict, list, str, int, bool, None, float) as JSON, whole or not at all; floats exactly, nan and inf too.
+
+    Raises UserError where the disk is full or denies; AssertionError or TypeError for values that would not come back equal.
+    """
+    write_atomically(path, [json.dumps(encode(values), indent=1, allow_nan=False).encode()], doing="writing the state")
+
+
+def read_extra(path) -> dict:
+    """What write_extra wrote; {} where there is no file, as in a checkpoint of llm.c. Raises UserError when it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            values = decode(json.loads(file.read()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, OverflowError) as error:
+        raise damaged_extra(path, error) from None
+    if not isinstance(values, dict):
+        raise damaged_extra(path, f"it holds a {type(values).__name__}")
+    return values
+
+
+def damaged_extra(path, reason) -> UserError:
+    """The error of every way a companion file can be wrong."""
+    return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file, so resume from another checkpoint")
+
+
+def encode(value):
+    """The value with every float as a string."""
+    if isinstance(value, dict):
+        assert all(isinstance(key, str) for key in value), "json turns every key into a string"
+        return {key: encode(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(v) for v in value]
+    if isinstance(value, float):
+        return FLOAT + value.hex()
+    assert not (isinstance(value, str) and value.startswith(FLOAT)), f"{value!r} would come back as a number"
+    return value
+
+
+def decode(value):
+    """encode, backwards; tuples stay lists."""
+    if isinstance(value, dict):
+        return {key: decode(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [decode(v) for v in value]
+    if isinstance(value, str) and value.startswith(FLOAT):
+        return float.fromhex(value[len(FLOAT) :])
+    return value

@@ -1,0 +1,122 @@
+"""One folder of checkpoints: names, completeness, rotation. Source: llm.c train_gpt2.cu write_checkpoint, utils.h find_max_step.
+
+A checkpoint is complete when its empty DONE file exists. DONE is written last and removed first, so at no instant does one
+stand over missing files.
+"""
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from llmc.checkpoint.files import sync_folder, write_atomically
+from llmc.checkpoint.state_file import read_num_processes
+from llmc.errors import UserError, full_disk_or_denied
+
+
+def model_path(folder, step: int) -> Path:
+    """DIR/model_00000010.bin, written by rank 0."""
+    return Path(folder) / f"model_{step:08d}.bin"
+
+
+def state_path(folder, step: int, rank: int) -> Path:
+    """DIR/state_00000010_00000.bin, written by every rank."""
+    return Path(folder) / f"state_{step:08d}_{rank:05d}.bin"
+
+
+def extra_path(folder, step: int, rank: int) -> Path:
+    """DIR/extra_00000010_00000.json, what llm.c's state file has no room for."""
+    return Path(folder) / f"extra_{step:08d}_{rank:05d}.json"
+
+
+def done_path(folder, step: int) -> Path:
+    """DIR/DONE_00000010, written by rank 0 after all ranks have written theirs."""
+    return Path(folder) / f"DONE_{step:08d}"
+
+
+def find_last_step(folder) -> int | None:
+    """The highest step with a DONE file, or None where there is none (also: no such folder).
+
+    Raises UserError naming the missing file when that checkpoint lacks its model or the state of one of its ranks.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = f"{folder} cannot be read ({error.strerror}); expected a folder of checkpoints"
+        raise UserError(f"{reason}, so check the path and its permissions") from None
+    steps = [int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8,})", name))]
+    if not steps:
+        return None
+    step = max(steps)
+    require(model_path(folder, step), folder, step)
+    require(state_path(folder, step, 0), folder, step)
+    for rank in range(1, read_num_processes(state_path(folder, step, 0))):
+        require(state_path(folder, step, rank), folder, step)
+    return step
+
+
+def require(path: Path, folder, step: int) -> None:
+    """Raise UserError unless this file of a checkpoint marked complete exists."""
+    if not path.is_file():
+        raise UserError(
+            f"{path} is missing, though {done_path(folder, step)} marks that checkpoint complete; "
+            f"put it back, or remove {done_path(folder, step).name} to resume from the checkpoint before"
+        )
+
+
+def mark_done(folder, step: int) -> None:
+    """Mark a checkpoint complete; rank 0 calls this last, after every rank has written. Raises UserError where the disk denies."""
+    write_atomically(done_path(folder, step), [], doing="marking the checkpoint complete")
+
+
+def delete(folder, step: int, rank: int) -> None:
+    """Remove this rank's files of a checkpoint, and rank 0 the model; what is already gone is no error.
+
+    Every rank removes DONE before its own files, so the ranks need not wait for each other. Raises UserError where the
+    disk denies.
+    """
+    files = [state_path(folder, step, rank), extra_path(folder, step, rank)]
+    try:
+        done_path(folder, step).unlink(missing_ok=True)
+        sync_folder(folder)  # the disk may reorder removals otherwise
+        for path in [model_path(folder, step), *files] if rank == 0 else files:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise full_disk_or_denied(error, folder, f"deleting the checkpoint of step {step}") from error
+
+
+def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | None:
+    """Which checkpoint to delete after writing the one of `step`; None for none.
+
+    every        -n, steps from one checkpoint to the next
+    keep         -nk, how many to keep, 0 = all
+    major_every  -nm, multiples of this step are never deleted, 0 = none such
+    """
+    old = step - keep * every
+    if keep <= 0 or old <= 0 or (major_every > 0 and old % major_every == 0):
+        return None
+    return old
+
+
+TEMPORARY = re.compile(r"(model_\d+\.bin|state_\d+_\d+\.bin|extra_\d+_\d+\.json|DONE_\d+)\.tmp")
+
+
+def prepare_folder(folder) -> None:
+    """Create the folder, prove that it can be written, and remove the temporary files of a crashed run.
+
+    One rank calls this before any rank writes a checkpoint. Raises UserError when the folder cannot be made or written.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; expected a folder to write checkpoints and the log to, so choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="writable_", suffix=".tmp") as file:
+            file.write(bytes(1))  # a full disk still makes empty files
+            file.flush()
+        for name in os.listdir(folder):
+            if TEMPORARY.fullmatch(name):
+                (folder / name).unlink()
+    except OSError as error:
+        raise full_disk_or_denied(error, folder, "preparing the output folder") from error

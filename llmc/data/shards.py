@@ -1,0 +1,209 @@
+"""Token shards: the file format, and the loader that serves training batches from a list of them.
+
+A shard is 256 little-endian int32 (20240520, 1, number of tokens, zeros) and then that many uint16 tokens. The loader keeps
+llm.c's data order exactly, for any number of processes, and its place in it can be saved and restored.
+"""
+import glob
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.checkpoint.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
+from llmc.errors import UserError
+from llmc.rand import MersenneTwister
+
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
+
+
+def write_shard(path, tokens) -> None:
+    """Write `tokens`, a 1-d sequence of ids in [0, 65536), as a shard; whole or not at all. Raises UserError if it cannot."""
+    tokens = np.asarray(tokens)
+    assert tokens.ndim == 1 and 0 < len(tokens) <= MAX_SHARD_TOKENS, "a shard holds 1 to 2**31-1 tokens"
+    assert tokens.dtype == np.uint16 or (tokens.min() >= 0 and tokens.max() < 2**16), "token ids are 16 bits wide"
+    header = new_header(SHARD_MAGIC, SHARD_VERSION, len(tokens))
+    write_atomically(path, (header, np.ascontiguousarray(tokens, dtype="<u2")), doing="writing the tokens")
+
+
+def open_shard(path) -> np.memmap:
+    """The tokens of a shard, uint16 (num_tokens,), mapped read-only. Raises UserError unless the file is whole and a shard."""
+    _, version, num_tokens, *_ = read_header(path, SHARD_MAGIC).tolist()
+    if version != SHARD_VERSION:
+        raise UserError(f"{path} is a token shard of version {version}, expected {SHARD_VERSION}; make it again with scripts/prepare_*.py")
+    if num_tokens <= 0:
+        raise UserError(f"{path} says it holds {num_tokens} tokens, expected at least one; make it again with scripts/prepare_*.py")
+    check_size(path, HEADER_BYTES + 2 * num_tokens, f"a shard of {num_tokens} tokens")
+    # a mapping, not seek and read: offsets are 64 bits wide, where llm.c's int ends at 2 GiB
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(num_tokens,))
+
+
+def find_shards(pattern: str, flag: str) -> list[str]:
+    """The files `pattern` (a path or a glob) names, sorted, as the data order wants. Raises UserError if there are none."""
+    paths = sorted(path for path in glob.glob(pattern) if not os.path.isdir(path))
+    if not paths and os.path.isfile(pattern):  # a name with a [ in it
+        paths = [pattern]
+    if not paths:
+        raise UserError(f"{flag} {pattern}: no such file; check the path or pattern, or make the default data with: python scripts/prepare_tinyshakespeare.py")
+    return paths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderState:
+    """A TokenLoader's place in the data, as llm.c's state file keeps it. Arrays are int32; without shuffling they are empty."""
+
+    should_shuffle: bool
+    current_shard_idx: int  # place in shard_indices
+    current_sample_idx: int  # place in intra_shard_indices: samples of this shard already served
+    shard_indices: np.ndarray
+    shard_num_samples: int
+    intra_shard_indices: np.ndarray
+    shuffle_rng: bytes
+
+
+class TokenLoader:
+    """Batches of (inputs, targets) from the shards that `pattern` names, in llm.c's order.
+
+    A sample is B*T*num_processes consecutive tokens; this rank takes its own B*T of them and one more, the last target. Shards
+    and, in each shard entered, samples are shuffled when `shuffle`, or else served in order, for ever. All shards are
+    checked at the start, so a run does not stop in the night.
+    Raises UserError for files that are missing, damaged or smaller than one batch.
+    """
+
+    def __init__(self, pattern, B, T, *, rank=0, num_processes=1, shuffle=False, vocab_size=65536, flag="-i"):
+        self.B, self.T, self.rank, self.num_processes = B, T, rank, num_processes
+        self.vocab_size, self.flag, self.pattern = vocab_size, flag, pattern
+        self.paths = find_shards(pattern, flag)
+        self.num_tokens = sum(self._checked_size(path) for path in self.paths)
+        # llm.c seeds by rank, so each rank walks the shards in an order of its own
+        self._rng = MersenneTwister(42 + rank) if shuffle else None
+        self._shard_indices = np.arange(len(self.paths), dtype=np.int32)
+        # inputs and targets are one buffer seen one token apart: one conversion from uint16 serves both
+        self._buffer = np.empty(B * T + 1, dtype=np.int64)
+        self._inputs, self._targets = self._buffer[:-1].reshape(B, T), self._buffer[1:].reshape(B, T)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""
+        if self._rng:
+            self._rng.permute(self._shard_indices)
+        self._enter_shard(0)
+
+    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next inputs and targets, int64 (B, T) each.
+
+        Both are views of one buffer that the next call overwrites. Raises UserError for a token outside the vocabulary.
+        """
+        if self._sample_idx == self._num_samples:
+            self._enter_next_shard()
+        start = self._start_of(self._sample_idx)
+        tokens = self._tokens[start : start + len(self._buffer)]
+        if tokens.max() >= self.vocab_size:
+            self._refuse_token(start + int(np.argmax(tokens >= self.vocab_size)))
+        self._buffer[:] = tokens
+        self._sample_idx += 1
+        self._read_ahead()
+        return self._inputs, self._targets
+
+    def state(self) -> LoaderState:
+        """Where the loader is: after `restore` of it, next_batch returns what it would return now."""
+        return LoaderState(
+            should_shuffle=self._rng is not None,
+            current_shard_idx=self._shard_idx,
+            current_sample_idx=self._sample_idx,
+            shard_indices=self._shard_indices.copy() if self._rng else np.empty(0, np.int32),
+            shard_num_samples=self._num_samples,
+            intra_shard_indices=self._sample_indices.copy() if self._rng else np.empty(0, np.int32),
+            shuffle_rng=self._rng.to_bytes() if self._rng else b"",
+        )
+
+    def restore(self, state: LoaderState) -> None:
+        """Go to a saved place. Raises UserError, and stays where it was, if these shards or this batch do not have it."""
+        shuffle = self._rng is not None
+        if state.should_shuffle != shuffle:
+            was, now = ("shuffled", "in order") if state.should_shuffle else ("in order", "shuffled")
+            raise UserError(f"the checkpoint was reading its training data {was} and this run reads it {now}; resume with the -a of the run it comes from")
+        if shuffle:
+            self._match("shards", len(state.shard_indices), len(self.paths))
+            self._check_permutations(state)
+        elif state.current_shard_idx >= len(self.paths):
+            self._match("shards", f"at least {state.current_shard_idx + 1}", len(self.paths))
+        shard_indices = state.shard_indices if shuffle else self._shard_indices
+        tokens = open_shard(self.paths[shard_indices[state.current_shard_idx]])
+        num_samples = self._samples_in(len(tokens))
+        if shuffle:
+            self._match("samples in the current shard", state.shard_num_samples, num_samples)
+        elif state.current_sample_idx > num_samples:
+            self._match("samples in the current shard", f"at least {state.current_sample_idx}", num_samples)
+        if shuffle:
+            self._rng = MersenneTwister.from_bytes(state.shuffle_rng)
+            self._sample_indices = np.array(state.intra_shard_indices, dtype=np.int32)
+        self._shard_indices = np.array(shard_indices, dtype=np.int32)
+        self._tokens, self._num_samples = tokens, num_samples
+        self._shard_idx, self._sample_idx = state.current_shard_idx, state.current_sample_idx
+        self._read_ahead()
+
+    def _match(self, what: str, saved, found) -> None:
+        if saved != found:
+            raise UserError(
+                f"the checkpoint's training data has {saved} {what} and {self.flag} {self.pattern} has {found}: the files, -b, -t or "
+                f"the number of processes changed since; resume with the same ones"
+            )
+
+    def _check_permutations(self, state: LoaderState) -> None:
+        """A damaged state must not become an index into the wrong sample, or a crash an epoch later."""
+        orders = (state.shard_indices, state.current_shard_idx + 1), (state.intra_shard_indices, state.current_sample_idx)
+        if any(place > len(order) or not np.array_equal(np.sort(order), np.arange(len(order))) for order, place in orders):
+            raise UserError("the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged, resume from another")
+
+    def _samples_in(self, num_tokens: int) -> int:
+        """Samples of a shard; one token less, for the last target. The rest of a shard is dropped."""
+        return (num_tokens - 1) // (self.B * self.T * self.num_processes)
+
+    def _start_of(self, sample_idx: int) -> int:
+        """The first token, in the shard, that this rank reads for the sample_idx-th sample to be served."""
+        sample = sample_idx if self._rng is None else int(self._sample_indices[sample_idx])
+        return (sample * self.num_processes + self.rank) * self.B * self.T
+
+    def _checked_size(self, path: str) -> int:
+        num_tokens = len(open_shard(path))
+        if not self._samples_in(num_tokens):
+            needed = self.B * self.T * self.num_processes + 1
+            raise UserError(
+                f"{self.flag} {path} holds {num_tokens} tokens, and one batch takes {needed} (-b {self.B} times -t {self.T} times "
+                f"{self.num_processes} processes, plus 1); choose a smaller -b or -t, or leave this shard out"
+            )
+        return num_tokens
+
+    def _enter_shard(self, shard_idx: int) -> None:
+        """Go to the start of the shard at place shard_idx of the order."""
+        self._shard_idx, self._sample_idx = shard_idx, 0
+        self._tokens = open_shard(self.paths[self._shard_indices[shard_idx]])
+        self._num_samples = self._samples_in(len(self._tokens))
+        self._sample_indices = None
+        if self._rng:
+            self._sample_indices = np.arange(self._num_samples, dtype=np.int32)
+            self._rng.permute(self._sample_indices)
+        self._read_ahead()
+
+    def _enter_next_shard(self) -> None:
+        if self._shard_idx + 1 == len(self.paths):
+            self.reset()
+        else:
+            self._enter_shard(self._shard_idx + 1)
+
+    def _read_ahead(self) -> None:
+        """Ask the system to read the next sample's pages while the step that was just fed is computed. Never waits."""
+        if self._sample_idx == self._num_samples or not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        start = HEADER_BYTES + 2 * self._start_of(self._sample_idx)
+        page_start = start - start % mmap.PAGESIZE
+        self._tokens.base.madvise(mmap.MADV_WILLNEED, page_start, start + 2 * len(self._buffer) - page_start)
+
+    def _refuse_token(self, position: int) -> None:
+        path, token = self.paths[self._shard_indices[self._shard_idx]], self._tokens[position]
+        raise UserError(
+            f"{self.flag} {path}: token {token} at position {position} is outside the model's vocabulary of {self.vocab_size}; "
+            f"prepare the data with this model's tokenizer, or choose another model"
+        )

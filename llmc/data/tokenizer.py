@@ -1,0 +1,176 @@
+"""Token ids to bytes, through llm.c's tokenizer file; and text to token ids, for preparing data.
+
+The file is 256 int32 (20240328, version, number of tokens, in version 2 the end-of-text id), then for every token a length byte
+and that many bytes. Training needs nothing else. Encoding is GPT-2's byte-pair encoding through tiktoken; without its files the
+256 ids GPT-2 gives to single bytes still encode any text, only longer (see ByteEncoder).
+"""
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from llmc.checkpoint.files import HEADER_BYTES, new_header, read_header, write_atomically
+from llmc.config import GPT2_END_OF_TEXT, GPT2_VOCAB_SIZE
+from llmc.errors import UserError
+
+TOKENIZER_MAGIC = 20240328
+REMAKE = "make it again with scripts/prepare_*.py"
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()  # the format wants at least one byte for each token
+DOWNLOAD_TIMEOUT_S = 10.0  # without an answer, not for the whole file
+
+# GPT-2's vocabulary starts with the 256 bytes, those that print first; this is the byte of each of its ids 0 to 255
+PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_OF_ID = bytes(PRINTABLE_BYTES + [b for b in range(256) if b not in PRINTABLE_BYTES])
+ID_OF_BYTE = np.argsort(np.frombuffer(BYTE_OF_ID, np.uint8)).astype(np.uint16)
+
+
+class Tokenizer:
+    """The bytes of every token id. Decodes, and reads and writes llm.c's tokenizer file."""
+
+    def __init__(self, table: list[bytes], end_of_text: int):
+        self.table, self.end_of_text = table, end_of_text
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.table)
+
+    def decode(self, ids) -> bytes:
+        """The text of token ids, as bytes: a token may end inside a UTF-8 character. Raises UserError for an id not in the table."""
+        ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
+        for i in ids:
+            if not 0 <= i < len(self.table):
+                raise UserError(f"token {i} is outside the tokenizer's vocabulary of {len(self.table)}; use the tokenizer file made for this model")
+        return b"".join(self.table[i] for i in ids)
+
+    @classmethod
+    def read(cls, path) -> "Tokenizer":
+        """Read a tokenizer file of version 1 or 2. Raises UserError if it is missing, damaged or of another kind."""
+        _, version, size, end_of_text, *_ = read_header(path, TOKENIZER_MAGIC).tolist()
+        if version not in (1, 2):
+            raise UserError(f"{path} is a tokenizer file of version {version}, expected 1 or 2; {REMAKE}")
+        if version == 1:  # it does not say, so it must be GPT-2's
+            end_of_text = GPT2_END_OF_TEXT
+            if size != GPT2_VOCAB_SIZE:
+                raise UserError(f"{path} has version 1 and {size} tokens; that version stands for GPT-2's {GPT2_VOCAB_SIZE}, {REMAKE}")
+        if not 0 <= end_of_text < size:
+            raise UserError(f"{path} says its end-of-text is token {end_of_text} of {size}; it is damaged, {REMAKE}")
+        return cls(_split_table(Path(path).read_bytes()[HEADER_BYTES:], size, path), end_of_text)
+
+    def write(self, path) -> None:
+        """Write a tokenizer file of version 2; whole or not at all."""
+        assert all(0 < len(token) < 256 for token in self.table), "a token has 1 to 255 bytes in this format"
+        header = new_header(TOKENIZER_MAGIC, 2, len(self.table), self.end_of_text)
+        body = b"".join(bytes([len(token)]) + token for token in self.table)
+        write_atomically(path, (header, body), doing="writing the tokenizer")
+
+    @classmethod
+    def from_gpt2(cls) -> "Tokenizer":
+        """GPT-2's table, through tiktoken. Raises UserError if its files cannot be had."""
+        bpe = _tiktoken_gpt2()
+        return cls([bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)], bpe.eot_token)
+
+    @classmethod
+    def from_bytes_only(cls) -> "Tokenizer":
+        """A table of GPT-2's size that knows the 256 single-byte tokens alone: all that a model trained on ByteEncoder's data uses."""
+        table = [bytes([b]) for b in BYTE_OF_ID]
+        return cls(table + [UNKNOWN] * (GPT2_VOCAB_SIZE - len(table)), GPT2_END_OF_TEXT)
+
+
+def _split_table(body: bytes, size: int, path) -> list[bytes]:
+    """The `size` tokens in `body`, each a length byte and its bytes."""
+    table, at = [], 0
+    for token in range(size):
+        length = body[at] if at < len(body) else 0
+        if length == 0 or at + 1 + length > len(body):
+            fault = "is cut short" if at + 1 + length > len(body) else "has no bytes"
+            raise UserError(f"{path}: token {token} of {size} {fault}; copy the file again or {REMAKE}")
+        table.append(body[at + 1 : at + 1 + length])
+        at += 1 + length
+    if at != len(body):
+        raise UserError(f"{path} is too long: {len(body) - at} bytes follow its {size} tokens; copy the file again or {REMAKE}")
+    return table
+
+
+class GPT2Encoder:
+    """GPT-2's byte-pair encoding. Raises UserError if tiktoken or its files cannot be had."""
+
+    name = "gpt2"
+    end_of_text = GPT2_END_OF_TEXT
+
+    def __init__(self):
+        self._bpe = _tiktoken_gpt2()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`; "<|endoftext|>" written out in it is ordinary text."""
+        return self._bpe.encode_ordinary(text)
+
+    def tokenizer(self) -> Tokenizer:
+        """The table that decodes these ids."""
+        return Tokenizer.from_gpt2()
+
+
+class ByteEncoder:
+    """One token per UTF-8 byte, with GPT-2's ids for them, so any GPT-2 model takes the data. 3 to 4 times as many tokens."""
+
+    name = "bytes"
+    end_of_text = GPT2_END_OF_TEXT
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`, uint16; half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes "?"."""
+        return ID_OF_BYTE[np.frombuffer(text.encode("utf-8", "replace"), np.uint8)]
+
+    def tokenizer(self) -> Tokenizer:
+        """The table that decodes these ids."""
+        return Tokenizer.from_bytes_only()
+
+
+Encoder = GPT2Encoder | ByteEncoder
+
+
+def load_encoder(force_bytes: bool = False) -> Encoder:
+    """GPT-2's encoder if tiktoken has its files or can get them, else, after a line that says so, the byte encoder."""
+    if force_bytes:
+        return ByteEncoder()
+    try:
+        return GPT2Encoder()
+    except UserError as error:
+        print(f"{error}; until then: one token per byte, 3 to 4 times as many")
+        return ByteEncoder()
+
+
+def _tiktoken_gpt2():
+    """tiktoken's encoding "gpt2", from its cache or the network. Raises UserError with the reason if neither has it."""
+    try:
+        import tiktoken
+
+        with _impatient_tiktoken():
+            return tiktoken.get_encoding("gpt2")
+    except ImportError as error:
+        raise UserError(f"GPT-2's byte-pair encoding needs tiktoken ({error}); pip install tiktoken") from error
+    except (OSError, ValueError) as error:  # OSError: all of requests' failures; ValueError: what came is not the file
+        raise UserError(
+            f"GPT-2's byte-pair encoding is not in tiktoken's cache and did not download ({type(error).__name__}); connect to the "
+            f"network once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
+        ) from error
+
+
+@contextmanager
+def _impatient_tiktoken():
+    """tiktoken downloads without a time limit; behind a firewall that drops packets it would wait for minutes."""
+    import requests
+    import tiktoken.load
+
+    patient = tiktoken.load.read_file
+
+    def read_file(blobpath: str) -> bytes:
+        if not blobpath.startswith("http"):
+            return patient(blobpath)
+        response = requests.get(blobpath, timeout=DOWNLOAD_TIMEOUT_S)
+        response.raise_for_status()
+        return response.content
+
+    tiktoken.load.read_file = read_file
+    try:
+        yield
+    finally:
+        tiktoken.load.read_file = patient

@@ -1,0 +1,272 @@
+"""The command line: one table of flags, and what is read from it (parse), refused by it and printed about it.
+
+Grammar, as in llm.c: every option is `-xx value`. Each also has a long name, `--long value` or `--long=value`; what this project
+adds is long only. A repeated option: the last one wins. The environment is never read. -h is HellaSwag; help is --help.
+"""
+from dataclasses import dataclass, make_dataclass
+from math import inf
+from re import fullmatch
+
+from llmc.errors import UserError
+from llmc.memory.ladder import NOT_KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option. `long` has no dashes; a bool is a switch, present or absent; `also` are values outside the range that mean something."""
+
+    short: tuple[str, ...]
+    long: str
+    kind: type
+    default: str | int | float | bool
+    value: str
+    help: str
+    choices: tuple = ()
+    pattern: str = ""
+    at_least: int | None = None
+    also: tuple = ()
+    hint: str = ""
+
+    @property
+    def field(self) -> str:
+        """Its name in Settings."""
+        return self.long.replace("-", "_")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every spelling, short ones first."""
+        return (*self.short, f"--{self.long}")
+
+    @property
+    def title(self) -> str:
+        """-b (--batch-size), for messages."""
+        return f"{self.short[0]} (--{self.long})" if self.short else f"--{self.long}"
+
+    @property
+    def expected(self) -> str:
+        """What a value must look like, in words."""
+        if self.choices:
+            return " or ".join(filter(None, (", ".join(map(str, self.choices[:-1])), str(self.choices[-1]))))
+        if self.pattern or self.kind is str:
+            return self.value
+        number = f"a {'whole ' if self.kind is int else ''}number of {self.at_least} or more"
+        return ", ".join([*map(str, self.also), f"or {number}"]) if self.also else number
+
+
+def _on_off(short: str, long: str, default: int, help: str, hint: str = "") -> Flag:
+    return Flag((short,), long, int, default, "0|1", help, choices=(0, 1), hint=hint)
+
+
+NEVER = "0 or -1 means never"
+
+# group -> its flags, in llm.c's order. Defaults are llm.c's; help never repeats what default, choices or range say
+GROUPS = {
+    "files": (
+        Flag(("-i",), "train-data", str, "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", "GLOB", "token shards to train on; quote a pattern"),
+        Flag(("-j",), "val-data", str, "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "GLOB", "token shards to validate on"),
+        Flag(("-e",), "model", str, "gpt2_124M_bf16.bin", "FILE|NAME", "start from a model .bin, or from random weights of a size: d12, "
+             "gpt2:d48, gpt3:c768"),
+        Flag(("-o",), "output-dir", str, "", "DIR", "where the log and checkpoints go; empty writes neither"),
+        Flag(("-lg",), "log-gpu-every", int, -1, "STEPS", f"print the GPU's clocks, power and temperature this often; {NEVER}",
+             at_least=0, also=(-1,)),
+        Flag(("-n",), "checkpoint-every", int, 0, "STEPS", f"write a checkpoint this often and at the end; {NEVER}", at_least=0, also=(-1,)),
+        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep only the newest checkpoints; 0 keeps all", at_least=0),
+        Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
+             at_least=0),
+        _on_off("-y", "resume", 0, "go on from the newest complete checkpoint in the output directory"),
+    ),
+    "tokens per step": (
+        Flag(("-b",), "batch-size", int, 4, "B", "sequences per micro-batch and process", at_least=1),
+        Flag(("-t",), "sequence-length", int, 1024, "T", "tokens per sequence", at_least=1),
+        Flag(("-d",), "total-batch-size", int, -1, "TOKENS", "tokens per step, reached by accumulating gradients; -1: B x T x processes",
+             at_least=1, also=(-1,)),
+    ),
+    "steps": (
+        Flag(("-x",), "max-steps", int, -1, "STEPS", "how long to train; -1: one epoch, 0: only evaluate", at_least=0, also=(-1,)),
+    ),
+    "optimisation": (
+        Flag(("-k",), "lr-scheduler", str, "cosine", "NAME", "shape of the learning rate: cosine, linear, constant or wsd",
+             choices=("cosine", "linear", "constant", "wsd")),
+        Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
+        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps to rise to it from zero", at_least=0),
+        Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay", at_least=0),
+        Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
+        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up; 0 never skips", at_least=0),
+        Flag(("-sg",), "skip-grad-z", float, 0.0, "Z", "the same for the gradient norm", at_least=0),
+    ),
+    "evaluation": (
+        Flag(("-v",), "val-loss-every", int, 20, "STEPS", "validate this often and at the end; 0 means never", at_least=0, hint="0 means never"),
+        Flag(("-m",), "val-max-steps", int, 20, "BATCHES", "validation batches to average; -1: the whole split", at_least=1, also=(-1,),
+             hint="to never validate use -v 0"),
+        Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
+        Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
+        _on_off("-h", "hellaswag", 0, "score HellaSwag when validating", hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
+    ),
+    "debugging": (
+        _on_off("-a", "overfit-single-batch", 0, "train on the first validation batch only, over and over"),
+    ),
+    "numerics": (
+        _on_off("-f", "tf32", 1, "let fp32 matmuls use TF32 on a GPU that has it"),
+        _on_off("-w", "master-weights", 1, "keep fp32 weights beside bf16 ones for the optimizer"),
+        Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls: none, forward, both ways", choices=(0, 1, 2)),
+    ),
+    "memory": (
+        Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes", choices=(0, 1, 2, 3)),
+        Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms too", at_least=0),
+    ),
+    "several processes": (
+        Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all", at_least=1),
+        Flag(("-pr",), "process-rank", int, 0, "RANK", "number of this process, from 0", at_least=0),
+        Flag(("-pg",), "gpus-per-node", int, 8, "COUNT", "GPUs in each machine", at_least=1),
+        Flag(("-pm", "-pi"), "init-method", str, "mpi", "NAME", "how processes find each other: mpi, fs or tcp", choices=("mpi", "fs", "tcp")),
+        Flag(("-ps",), "server-ip", str, "", "ADDRESS", "where rank 0 listens, for tcp"),
+        Flag(("-pp", "-pf"), "fs-path", str, "/tmp", "DIR", "a folder all processes share, for fs"),
+    ),
+    "this project's own": (
+        Flag((), "device", str, "auto", "auto|cpu|cuda[:N]", "where to train; auto takes a GPU if there is one", pattern=r"auto|cpu|cuda(:\d+)?"),
+        Flag((), "precision", str, "auto", "auto|fp32|bf16", "type of weights and activations; auto follows the model file and the device",
+             choices=("auto", "fp32", "bf16")),
+        Flag((), "plan", bool, False, "", "print the memory plan and exit, on any machine"),
+        Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
+        Flag((), "tokenizer", str, "", "FILE", "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
+        Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
+        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0 takes all cores", at_least=0),
+        Flag((), "help", bool, False, "", "print this and exit"),
+        Flag((), "version", bool, False, "", "print the version and exit"),
+    ),
+}  # fmt: skip
+
+FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
+BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+EXAMPLES = (
+    ("a small model from scratch, on any machine", "-e d6 -b 4 -t 128 -d 2048 -x 200 -o log_d6"),
+    ("go on where it stopped, or crashed", "-e d6 -b 4 -t 128 -d 2048 -x 400 -o log_d6 -y 1"),
+    ("will the 1.5B model fit? nothing is allocated", "-e d48 -b 16 -r 2 --plan"),
+    ("learn one batch by heart, to see that training works", "-e d12 -b 4 -t 64 -a 1 -x 50 -l 1e-4"),
+)
+
+Settings = make_dataclass(
+    "Settings",
+    [(flag.field, flag.kind, flag.default) for flag in FLAGS],
+    frozen=True,
+    slots=True,
+    namespace={"__doc__": "The value of every flag, under its long name in snake_case.", "__module__": __name__},
+)
+
+
+def parse(argv: list[str]) -> Settings:
+    """Settings from the words after the program's name. Raises UserError naming the flag, what was found and what is expected.
+
+    --help and --version win over everything else on the line, so that a wrong command can still be asked about.
+    What needs more than one value, the model or the device (is -d divisible by B*T? is T within the model?) is checked by the caller.
+    """
+    for asked in ("help", "version"):
+        if f"--{asked}" in argv:
+            return Settings(**{asked: True})
+    values, flag = {}, None
+    words = iter(argv)
+    for word in words:
+        flag, inline = _find(word, previous=flag)
+        if flag.kind is bool:
+            if inline is not None:
+                raise UserError(f"{word}: {flag.title} is a switch and takes no value; say only --{flag.long}")
+            values[flag] = True
+        else:
+            values[flag] = _value(flag, next(words, None) if inline is None else inline)
+    return Settings(**{flag.field: value for flag, value in values.items()})
+
+
+def refuse_unbuilt(settings: Settings) -> None:
+    """Raise UserError for an option that llm.c has and this trainer cannot honour yet: nothing is switched off silently."""
+    s = settings
+    if s.num_processes > 1:
+        raise UserError(f"-pn {s.num_processes}: training with several processes is not built yet; use -pn 1, and -d to accumulate to the same batch")
+    if s.process_rank >= s.num_processes:
+        raise UserError(f"-pr {s.process_rank}: with {s.num_processes} process the only rank is 0; leave -pr out")
+    if s.zero_stage > 1:  # stage 1 over one process has nothing to shard, so it is honoured as it is
+        raise UserError(f"-z {s.zero_stage}: sharding gradients or weights is not built yet; use -z 0 or -z 1")
+    if s.gelu_fusion:
+        raise UserError(f"-ge {s.gelu_fusion}: GELU fusion is not built yet; use -ge 0, which computes the same function")
+    if s.recompute not in NOT_KEPT:
+        raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}")
+
+
+def format_help(width: int = 100) -> str:
+    """The text of --help: the groups in two columns, `width` characters wide where there is room for them."""
+    from textwrap import fill
+
+    lines = ["usage: python train_gpt2.py [-xx value | --long value | --switch] ...", "",
+             "Trains GPT-2 with llm.c's flags and files. Defaults in brackets; the last of repeated options wins."]  # fmt: skip
+    column = 2 + max(len(_usage(flag)) for flag in FLAGS)
+    for group, flags in GROUPS.items():
+        lines += ["", group]
+        for flag in flags:
+            text = f"{flag.help} {_shown_default(flag)}".rstrip()
+            text = fill(text, max(width, column + 24), initial_indent=" " * column, subsequent_indent=" " * column)
+            lines.append(_usage(flag) + text[len(_usage(flag)) :])
+    lines += ["", "examples"]
+    for what, arguments in EXAMPLES:
+        lines += [f"  {what}", f"      python train_gpt2.py {arguments}"]
+    return "\n".join(lines) + "\n"
+
+
+def flag_table_markdown() -> str:
+    """The README's list of flags, one table per group, without a trailing newline."""
+    lines = []
+    for group, flags in GROUPS.items():
+        lines += ["", f"**{group}**", "", "| flag | long | value | default | meaning |", "|---|---|---|---|---|"]
+        for flag in flags:
+            short = ", ".join(f"`{name}`" for name in flag.short)
+            cells = (short, f"`--{flag.long}`", flag.value and f"`{flag.value}`", _shown_default(flag).strip("[]"), flag.help)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines[1:])
+
+
+def _usage(flag: Flag) -> str:
+    return f"  {', '.join(flag.names)} {flag.value}".rstrip()
+
+
+def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
+    """The flag a word names, and the value after its `=` if it has one."""
+    name, equals, inline = word.partition("=") if word.startswith("--") else (word, "", "")
+    if name in BY_NAME:
+        return BY_NAME[name], inline if equals else None
+    if not word.startswith("-") or len(word) == 1:
+        after = f" after {previous.title}" if previous else ""
+        raise UserError(f"unexpected {word!r}{after}: every option is a flag and one value; "
+                        "put a pattern such as 'data/*.bin' in quotes, or see --help")
+    from difflib import get_close_matches  # only a mistake needs it
+
+    near = get_close_matches(name, BY_NAME, 3, 0.5)
+    if len(name) <= 3:
+        near.sort(key=lambda known: known[:2] != name[:2])  # -lr is nearer to -l than to -r
+    raise UserError(f"unknown flag {name}: " + (f"did you mean {near[0]}? " if near else "") + "--help lists them all")
+
+
+def _value(flag: Flag, text: str | None):
+    """The value of `flag` that `text` stands for; None means that the command line ended before it."""
+    hint = f"; {flag.hint}" if flag.hint else ""
+    if text is None or text in BY_NAME:
+        found = "the command line ends there" if text is None else f"the flag {text} follows"
+        raise UserError(f"{flag.title} needs a value, {flag.expected}, but {found}{hint}")
+    try:
+        value = flag.kind(text)
+    except ValueError:
+        value = None
+    if value is None or not _allowed(flag, value):
+        raise UserError(f"{flag.title} is {text!r}, but must be {flag.expected}{hint}")
+    return value
+
+
+def _allowed(flag: Flag, value) -> bool:
+    if flag.choices:
+        return value in flag.choices
+    if flag.kind is str:
+        return not flag.pattern or fullmatch(flag.pattern, value) is not None
+    return -inf < value < inf and (value >= flag.at_least or value in flag.also)  # false for nan
+
+
+def _shown_default(flag: Flag) -> str:
+    """[4], or nothing for a switch; an empty text is none."""
+    return "" if flag.kind is bool else f"[{flag.default if flag.default != '' else 'none'}]"

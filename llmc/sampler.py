@@ -1,0 +1,21 @@
+"""From logits to a token. Source: llm.c llmc/sampler.h."""
+import numpy as np
+
+
+def sample_softmax(logits: np.ndarray, coin: float) -> int:
+    """The token drawn from softmax(logits) by a coin in [0, 1); temperature 1.
+
+    logits  (V,)  fp32  read; padding rows already cut off
+    Walks the cumulative exp(logits) until it exceeds coin * sum, as llm.c: the sum in double, the walk and the product in float32,
+    because the token drawn depends on these roundings. The last token if rounding leaves the coin beyond every one, and for nan.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        weights = np.exp(logits, dtype=np.float32)
+        norm = np.cumsum(weights, dtype=np.float64)[-1]  # one after the other, unlike np.sum's pairs
+        if norm == 0 or norm == np.inf:
+            # logits beyond +-88 leave float32: llm.c would always say the last token; shifting them changes no probability
+            weights = np.exp(logits - logits.max(), dtype=np.float32)
+            norm = np.cumsum(weights, dtype=np.float64)[-1]
+        threshold = np.float32(np.float64(coin) * norm)
+        cdf = np.cumsum(weights, dtype=np.float32)
+    return min(int(np.searchsorted(cdf, threshold, side="right")), len(logits) - 1)

@@ -1,0 +1,289 @@
+"""GPT-2 weights between Hugging Face and llm.c's .bin, without losing a bit either way.
+
+    python scripts/convert_hf.py to-bin gpt2 gpt2_124M_bf16.bin --precision bf16
+    python scripts/convert_hf.py to-hf log124M/model_00018865.bin hf124M
+
+Needs safetensors, and transformers for names on the hub: pip install "transformers" "safetensors".
+"""
+import argparse
+import importlib
+import json
+import os
+import sys
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.checkpoint.files import write_atomically
+from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
+from llmc.config import ModelConfig
+from llmc.errors import UserError, full_disk_or_denied
+from llmc.memory.arena import TORCH_DTYPE
+from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
+
+# ours -> theirs; {l} is the layer
+HF_NAMES = {
+    "wte": "wte.weight", "wpe": "wpe.weight", "ln1w": "h.{l}.ln_1.weight", "ln1b": "h.{l}.ln_1.bias",
+    "qkvw": "h.{l}.attn.c_attn.weight", "qkvb": "h.{l}.attn.c_attn.bias",
+    "attprojw": "h.{l}.attn.c_proj.weight", "attprojb": "h.{l}.attn.c_proj.bias",
+    "ln2w": "h.{l}.ln_2.weight", "ln2b": "h.{l}.ln_2.bias", "fcw": "h.{l}.mlp.c_fc.weight", "fcb": "h.{l}.mlp.c_fc.bias",
+    "fcprojw": "h.{l}.mlp.c_proj.weight", "fcprojb": "h.{l}.mlp.c_proj.bias", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias",
+}  # fmt: skip
+TRANSPOSED = {"qkvw", "attprojw", "fcw", "fcprojw"}  # theirs are Conv1D: (in, out); ours are (out, in)
+IGNORED = (".attn.bias", ".attn.masked_bias")  # causal masks old files carry; not parameters
+
+# config.json entries that change the mathematics -> the values this trainer's mathematics agrees with, the default first
+REQUIRED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # one formula under two names
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def need(module: str):
+    """Import an optional package, or raise UserError saying how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f'the Python package {package} is missing; get it with: pip install "transformers" "safetensors"') from None
+
+
+# --- Hugging Face -> .bin
+
+
+def hf_to_bin(source: str, path, precision: str | None = None) -> None:
+    """Write the model at `source` (a folder, or a name on the hub) as a model file.
+
+    precision  "fp32" | "bf16", rounded to nearest even; None keeps bf16 as bf16 and everything else as fp32
+    Raises UserError for a source that is not a GPT-2 this trainer can hold. Memory: one tensor at a time.
+    """
+    folder = Path(source) if os.path.isdir(source) else fetch_from_hub(source)
+    config = config_from_hf(read_json(folder / "config.json"), f"{folder / 'config.json'}")
+    tensors = open_tensors(folder)
+    check_tensors(tensors, config, folder)
+    if precision is None:
+        precision = "bf16" if all(tensor.get_dtype() == "BF16" for tensor in tensors.values()) else "fp32"
+    print(f"writing {path}: {precision}, {config}")
+    write_model(path, config, precision, pieces_from_hf(tensors, config, TORCH_DTYPE[precision]))
+
+
+def fetch_from_hub(name: str) -> Path:
+    """The local folder transformers keeps a hub model in, downloaded if need be. Raises UserError when that fails."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"{name} is not a folder; expected one with config.json and model.safetensors, or a hub name such as gpt2")
+    hub = need("transformers.utils")
+    need("safetensors")  # before the download, not after it
+    try:
+        config = hub.cached_file(name, "config.json")
+        try:
+            hub.cached_file(name, "model.safetensors")
+        except OSError:
+            index = read_json(Path(hub.cached_file(name, "model.safetensors.index.json")))
+            for shard in sorted(set(index["weight_map"].values())):
+                hub.cached_file(name, shard)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name} is no folder, and transformers cannot fetch its safetensors ({reason}); check the name and the network") from None
+    return Path(config).parent
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file. Raises UserError when there is none."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; expected a Hugging Face model's folder, with config.json and model.safetensors") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); download it again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds a JSON {type(values).__name__}; expected an object, so download it again")
+    return values
+
+
+def config_from_hf(values: dict, source: str) -> ModelConfig:
+    """A model's sizes from its config.json. Raises UserError, naming `source`, where its mathematics is not this trainer's."""
+    for name, allowed in REQUIRED.items():
+        if (found := values.get(name, allowed[0])) not in allowed:
+            raise UserError(f"{source} has {name} {found!r}; this trainer's GPT-2 has {allowed[0]!r}, so the model cannot be converted")
+    C = size_from_hf(values, source, "n_embd")
+    if values.get("n_inner") not in (None, 4 * C):
+        raise UserError(f"{source} has n_inner {values['n_inner']}; this trainer's GPT-2 has 4 * n_embd = {4 * C}, so it cannot be converted")
+    V = size_from_hf(values, source, "vocab_size")
+    sizes = [size_from_hf(values, source, name) for name in ("n_positions", "n_layer", "n_head")]
+    padded = size_from_hf(values, source, "padded_vocab_size", padded_to_128(V))
+    return ModelConfig(sizes[0], V, sizes[1], sizes[2], C, padded).check(source)
+
+
+def size_from_hf(values: dict, source: str, name: str, default: int | None = None) -> int:
+    """An entry that must be a whole number. Raises UserError otherwise."""
+    value = values.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{source} has {name} {value!r}; expected a whole number, so download it again or convert another model")
+    return value
+
+
+def padded_to_128(V: int) -> int:
+    """The vocabulary, rounded up as llm.c does: matmuls like it."""
+    return -(-V // 128) * 128
+
+
+def open_tensors(folder: Path) -> dict:
+    """Name, without "transformer.", -> a lazy slice of safetensors (get_shape, get_dtype, [:]). Raises UserError for damaged files."""
+    safetensors = need("safetensors")
+    index = folder / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if not (folder / files[0]).exists() and index.exists():
+        files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    tensors = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file} does not exist; expected safetensors, so save the model with transformers' save_pretrained")
+        try:
+            opened = safetensors.safe_open(folder / file, framework="pt")
+            tensors.update({name.removeprefix("transformer."): opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118, not a dict
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{folder / file} is damaged ({error}); download or save it again") from None
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED)}
+
+
+def check_tensors(tensors: dict, config: ModelConfig, folder: Path) -> None:
+    """Raise UserError unless these are exactly the tensors of such a model; an output head must be wte and is dropped."""
+    head = tensors.pop("lm_head.weight", None)
+    expected = hf_shapes(config)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise UserError(f"{folder} lacks the tensor {name}; its config.json asks for {len(expected)}, so save or download the model again")
+        if (found := tuple(tensors[name].get_shape())) != shape:
+            raise UserError(f"{folder} has {name} of shape {found}; its config.json asks for {shape}, so save or download the model again")
+        if (dtype := tensors[name].get_dtype()) not in ("F32", "F16", "BF16"):
+            raise UserError(f"{folder} has {name} as {dtype}; expected F32, F16 or BF16, so save the model again in one of these")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise UserError(f"{folder} has a tensor {unknown[0]}, which is not part of a GPT-2; the model cannot be converted")
+    if head is not None and not torch.equal(head[:], tensors["wte.weight"][:]):
+        raise UserError(f"{folder} has an lm_head.weight that differs from wte.weight; this trainer's GPT-2 ties them, so it cannot be converted")
+
+
+def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Hugging Face GPT-2 of this size, without "transformer.", and its shape."""
+    return {hf_name: shape[::-1] if name in TRANSPOSED else shape for name, hf_name, shape in slices(config)}
+
+
+def slices(config: ModelConfig):
+    """(our name, their name, our shape) of every stored tensor, one per layer, in the order of a .bin; wte without its padding."""
+    for name, shape in parameter_shapes(config).items():
+        if "{l}" in HF_NAMES[name]:
+            yield from ((name, HF_NAMES[name].format(l=l), shape[1:]) for l in range(config.num_layers))
+        else:
+            yield name, HF_NAMES[name], (config.vocab_size, *shape[1:]) if name == "wte" else shape
+
+
+def pieces_from_hf(tensors: dict, config: ModelConfig, dtype: torch.dtype):
+    """The parameters of a .bin as uint8 arrays, one tensor at a time."""
+    for name, hf_name, _ in slices(config):
+        tensor = tensors[hf_name][:].to(dtype)
+        tensor = (tensor.T if name in TRANSPOSED else tensor).contiguous()
+        yield tensor.view(torch.uint8).numpy().reshape(-1)
+        if name == "wte":
+            yield np.zeros((config.padded_vocab_size - config.vocab_size) * config.channels * dtype.itemsize, np.uint8)
+
+
+# --- .bin -> Hugging Face
+
+
+def bin_to_hf(path, folder) -> None:
+    """Write a model file as a folder that transformers loads, in the precision of the file.
+
+    Raises UserError for a damaged file or a full disk. Memory: the whole model once.
+    """
+    config, precision = read_model_header(path)
+    tensors = tensors_from_bin(path, config, precision)
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise full_disk_or_denied(error, folder, "making the folder") from None
+    print(f"writing {folder}: {precision}, {config}")
+    save_safetensors(folder / "model.safetensors", tensors)
+    text = json.dumps(config_to_hf(config, precision), indent=2) + "\n"
+    write_atomically(folder / "config.json", [text.encode()], doing="writing the config")
+
+
+def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, torch.Tensor]:
+    """Their names -> tensors in the file's precision. The head is wte, so it is not among them. Says so if padding is lost."""
+    flat, tensors, at = map_parameters(path, config, precision), {}, 0
+    for name, hf_name, shape in slices(config):
+        n_bytes = prod(shape) * DTYPE_BYTES[precision]
+        tensor = torch.from_numpy(np.array(flat[at : at + n_bytes])).view(TORCH_DTYPE[precision]).reshape(shape)
+        tensors["transformer." + hf_name] = tensor.T.contiguous() if name in TRANSPOSED else tensor
+        at += n_bytes
+        if name == "wte":
+            n_bytes = (config.padded_vocab_size - config.vocab_size) * config.channels * DTYPE_BYTES[precision]
+            if flat[at : at + n_bytes].any():
+                rows = f"{config.vocab_size} to {config.padded_vocab_size - 1}"
+                print(f"note: the padding rows {rows} of wte in {path} are not zero; they are dropped")
+            at += n_bytes
+    assert at == flat.size
+    return tensors
+
+
+def config_to_hf(config: ModelConfig, precision: str) -> dict:
+    """config.json for transformers."""
+    values = {
+        "architectures": ["GPT2LMHeadModel"], **{name: allowed[0] for name, allowed in REQUIRED.items()},
+        "vocab_size": config.vocab_size, "n_positions": config.max_seq_len, "n_ctx": config.max_seq_len,
+        "n_embd": config.channels, "n_layer": config.num_layers, "n_head": config.num_heads, "n_inner": None,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,  # trained without dropout
+        "initializer_range": 0.02, "tie_word_embeddings": True, "use_cache": True,
+        "bos_token_id": config.end_of_text, "eos_token_id": config.end_of_text,
+        "torch_dtype": str(TORCH_DTYPE[precision]).removeprefix("torch."),  # the name that transformers 4 and 5 both read
+    }  # fmt: skip
+    if config.padded_vocab_size != padded_to_128(config.vocab_size):
+        values["padded_vocab_size"] = config.padded_vocab_size  # transformers carries it along; to-bin needs it back
+    return values
+
+
+def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors, whole or not at all. Raises UserError where the disk is full or denies."""
+    save_file, SafetensorError = need("safetensors.torch").save_file, need("safetensors").SafetensorError
+    temporary = Path(f"{path}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"writing the weights failed at {path}: {error}; make room or fix the permissions, then run again") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Convert GPT-2 weights between Hugging Face and llm.c's .bin, losslessly.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_bin = commands.add_parser("to-bin", help="a Hugging Face GPT-2 -> .bin")
+    to_bin.add_argument("source", help="folder with config.json and model.safetensors, or a name on the hub such as gpt2")
+    to_bin.add_argument("output", help="the .bin to write")
+    to_bin.add_argument("--precision", choices=VERSIONS, help="of the .bin [bf16 for bf16 weights, else fp32]")
+    to_hf = commands.add_parser("to-hf", help=".bin -> a folder that transformers loads")
+    to_hf.add_argument("source", help="the .bin to read")
+    to_hf.add_argument("output", help="the folder to write")
+    args = parser.parse_args(argv)
+    if args.command == "to-bin":
+        hf_to_bin(args.source, args.output, args.precision)
+    else:
+        bin_to_hf(args.source, args.output)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

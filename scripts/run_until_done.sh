@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Trains until the last step's checkpoint is complete, resuming after a crash or a stall that someone killed.
+#
+#   run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...       (LOG_DIR as seen from the repository)
+#
+# Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C, and when trying again cannot help: exit code 2 (something to correct),
+# 3 (out of memory), or MAX_TRIES failures in a row without a new checkpoint. PYTHON names the interpreter.
+set -u
+cd "$(dirname "$0")/.." || exit
+
+log_dir=$1 last_step=$2
+shift 2
+max_tries=${MAX_TRIES:-5}
+done_file=$log_dir/DONE_$(printf %08d "$last_step")
+
+newest_checkpoint() { find "$log_dir" -name 'DONE_*' 2>/dev/null | sort | tail -n 1; }
+
+trap 'echo "stopped by hand; run the same script again to go on"; exit 130' INT TERM
+
+tries=0
+while [ ! -f "$done_file" ]; do
+    before=$(newest_checkpoint)
+    "${PYTHON:-python}" train_gpt2.py -o "$log_dir" -x "$last_step" -y 1 "$@"
+    code=$?
+    case $code in
+        2 | 3) echo "exit code $code: the same command would fail again; see the message above" >&2; exit $code ;;
+        130 | 143) exit $code ;;
+    esac
+    tries=$((tries + 1))
+    if [ "$(newest_checkpoint)" != "$before" ]; then tries=0; fi
+    if [ "$tries" -ge "$max_tries" ]; then
+        echo "ended $tries times with no new checkpoint in $log_dir (last exit code $code); see the messages above" >&2
+        exit 1
+    fi
+    sleep "${RETRY_AFTER_S:-1}" # a GPU needs a moment to come back after a crash
+done
+echo "$done_file exists: training is complete"

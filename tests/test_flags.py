@@ -1,0 +1,226 @@
+"""The command line: llm.c's commands run unchanged, wrong values stop with a sentence, and every list of flags is the table."""
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmc.errors import UserError
+from llmc.flags import BY_NAME, EXAMPLES, FLAGS, Settings, flag_table_markdown, format_help, parse, refuse_unbuilt
+from llmc.memory.ladder import NOT_KEPT
+
+REPO = Path(__file__).resolve().parent.parent
+
+# what llm.c's train_gpt2.cu starts from, under the spellings of its parser and its usage
+LLMC_DEFAULTS = {
+    "-i": "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", "-j": "dev/data/tinyshakespeare/tiny_shakespeare_val.bin",
+    "-e": "gpt2_124M_bf16.bin", "-o": "", "-lg": -1, "-n": 0, "-nk": 0, "-nm": 0, "-y": 0, "-b": 4, "-t": 1024, "-d": -1, "-x": -1,
+    "-k": "cosine", "-l": 3e-4, "-u": 0, "-q": 1.0, "-c": 0.0, "-sl": 0.0, "-sg": 0.0, "-v": 20, "-m": 20, "-s": 20, "-g": 64, "-h": 0,
+    "-a": 0, "-f": 1, "-w": 1, "-ge": 0, "-z": 0, "-r": 1, "-pn": 1, "-pr": 0, "-pg": 8, "-pm": "mpi", "-pi": "mpi", "-ps": "",
+    "-pp": "/tmp", "-pf": "/tmp",
+}  # fmt: skip
+
+# text -> what it must be read as, for one flag of each kind
+READ = {
+    "-x": {"-1": -1, "0": 0, "40": 40}, "-m": {"-1": -1, "1": 1}, "-d": {"-1": -1, "524288": 524288}, "-lg": {"-1": -1},
+    "-n": {"-1": -1}, "-s": {"-1": -1}, "-v": {"0": 0}, "-g": {"0": 0}, "-l": {"6e-4": 6e-4, "0": 0.0}, "-sl": {"7": 7.0},
+    "-e": {"gpt3:c768": "gpt3:c768"}, "-o": {"": "", "a b": "a b"}, "-i": {"x/*.bin": "x/*.bin"}, "-k": {"wsd": "wsd"}, "-y": {"1": 1},
+    "--device": {"cpu": "cpu", "cuda": "cuda", "cuda:12": "cuda:12"}, "--precision": {"bf16": "bf16"},
+}  # fmt: skip
+
+WRONG = {
+    "-b": ("0", "-1", "four", "4.5", "", "nan"), "-t": ("0",), "-d": ("0", "-2", "1e5"), "-n": ("-2",), "-nk": ("-1",), "-nm": ("-1",),
+    "-lg": ("-2",), "-x": ("-2", "inf"), "-u": ("-1",), "-l": ("nan", "inf", "-1e-4", "1e999", "x"), "-q": ("-0.1",), "-c": ("-1",),
+    "-sl": ("-1", "nan"), "-sg": ("-1",), "-v": ("-1",), "-m": ("0", "-2"), "-s": ("-2",), "-g": ("-1",), "-k": ("cos", ""),
+    "-y": ("2", "yes", "-1"), "-h": ("2",), "-a": ("2",), "-f": ("true",), "-w": ("-1",), "-ge": ("3", "-1"), "-z": ("4", "-1"),
+    "-r": ("-1",), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",), "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
+    "--precision": ("fp16",), "--head-chunk": ("-1",), "--threads": ("-1",),
+}  # fmt: skip
+
+UNBUILT = ("-z 2", "-z 3", "-pn 2 -z 1", "-pn 8", "-pr 1", "-ge 1", "-ge 2", f"-r {max(NOT_KEPT) + 1}")
+
+
+def error_of(argv):
+    with pytest.raises(UserError) as caught:
+        parse(argv)
+    return str(caught.value)
+
+
+def test_short_options_and_defaults_are_llmc_s():
+    assert {name: BY_NAME[name].default for flag in FLAGS for name in flag.short} == LLMC_DEFAULTS
+
+
+def test_no_two_options_share_a_name_or_a_field():
+    names = [name for flag in FLAGS for name in flag.names]
+    assert len(names) == len(set(names)) and len({flag.field for flag in FLAGS}) == len(FLAGS)
+
+
+def test_empty_command_line_gives_the_defaults_frozen():
+    settings = parse([])
+    assert settings == Settings() and dataclasses.asdict(settings) == {flag.field: flag.default for flag in FLAGS}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.batch_size = 8
+
+
+@pytest.mark.parametrize("name,text,value", [(name, *pair) for name, pairs in READ.items() for pair in pairs.items()])
+def test_every_spelling_reads_the_same_value(name, text, value):
+    flag = BY_NAME[name]
+    spellings = [[spelling, text] for spelling in flag.names] + [[f"--{flag.long}={text}"]]
+    for argv in spellings:
+        assert parse(argv) == Settings(**{flag.field: value})
+
+
+def test_a_command_line_written_for_llmc_runs_unchanged():
+    """scripts/run_gpt2_124M.sh of llm.c, as its shell would pass it."""
+    settings = parse(shlex.split(
+        "-i 'dev/data/fineweb10B/fineweb_train_*.bin' -j 'dev/data/fineweb10B/fineweb_val_*.bin' -o log_gpt2_124M -v 250 -s 20000 -g 144 "
+        "-h 1 -b 64 -t 1024 -d 524288 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -y 1 -e d12"
+    ))  # fmt: skip
+    refuse_unbuilt(settings)  # ZeRO-1 over one process has nothing to shard
+    assert settings == Settings(
+        train_data="dev/data/fineweb10B/fineweb_train_*.bin", val_data="dev/data/fineweb10B/fineweb_val_*.bin", output_dir="log_gpt2_124M",
+        val_loss_every=250, sample_every=20000, sample_length=144, hellaswag=1, batch_size=64, sequence_length=1024,
+        total_batch_size=524288, recompute=0, zero_stage=1, weight_decay=0.1, learning_rate=0.0006, final_lr_fraction=0.0,
+        warmup_steps=700, checkpoint_every=5000, resume=1, model="d12",
+    )  # fmt: skip
+
+
+def test_the_last_of_repeated_options_wins():
+    assert parse("-b 8 --batch-size 16 -b 32".split()).batch_size == 32
+
+
+def test_a_switch_takes_no_value():
+    assert parse(["--plan", "-b", "2"]) == Settings(plan=True, batch_size=2)
+    assert "takes no value" in error_of(["--plan=1"])
+
+
+@pytest.mark.parametrize("asked", ["help", "version"])
+def test_help_and_version_win_over_a_wrong_command(asked):
+    assert getattr(parse(["-b", "zero", f"--{asked}"]), asked) is True
+
+
+@pytest.mark.parametrize("name,text", [(name, text) for name, texts in WRONG.items() for text in texts])
+def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
+    flag = BY_NAME[name]
+    message = error_of([name, text])
+    assert message.startswith(f"{flag.title} is {text!r}, but must be {flag.expected}") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "argv,expected",
+    [
+        (["-b"], "-b (--batch-size) needs a value, a whole number of 1 or more, but the command line ends there"),
+        (["-o", "-y", "1"], "-o (--output-dir) needs a value, DIR, but the flag -y follows"),
+        (["-h"], "--help"),  # who types -h alone wants help, which it is not
+        (["-i", "a_1.bin", "a_2.bin"], "unexpected 'a_2.bin' after -i (--train-data)"),  # a pattern the shell has expanded
+        (["train"], "unexpected 'train'"),
+        (["-"], "unexpected '-'"),
+        (["--batch_size", "4"], "unknown flag --batch_size: did you mean --batch-size?"),
+        (["--learning-rat", "1"], "did you mean --learning-rate?"),
+        (["-help"], "did you mean --help?"),
+        (["-lr", "1e-3"], "did you mean -l?"),
+        (["-B", "4"], "unknown flag -B"),
+        (["--zzzzzzzzzz"], "unknown flag --zzzzzzzzzz: --help lists them all"),
+        (["--model-", "d12"], "did you mean --model?"),  # no abbreviations, no near misses taken
+        (["--mod", "d12"], "unknown flag --mod"),
+    ],
+)
+def test_a_mistake_of_form_is_named(argv, expected):
+    assert expected in error_of(argv)
+
+
+def test_numbers_beyond_float_are_read_or_refused_not_crashed_on():
+    assert parse(["-b", "9" * 400]).batch_size == int("9" * 400)
+    assert "must be" in error_of(["-b", "9" * 5000])
+
+
+@pytest.mark.parametrize("line", UNBUILT)
+def test_what_is_not_built_stops_with_a_sentence(line):
+    with pytest.raises(UserError, match=line.split()[0]):
+        refuse_unbuilt(parse(line.split()))
+
+
+@pytest.mark.parametrize("level", NOT_KEPT)
+def test_what_is_built_is_not_refused(level):
+    refuse_unbuilt(parse(f"-r {level} -z 1 -pn 1 -pr 0 -ge 0".split()))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_help_names_every_flag_and_keeps_to_the_width(width):
+    text = format_help(width)
+    for flag in FLAGS:
+        assert f"  {', '.join(flag.names)} {flag.value}".rstrip() in text
+    listed = text[text.index("\nfiles\n") : text.index("\nexamples\n")]
+    assert max(map(len, listed.splitlines())) <= max(width, 80)
+
+
+@pytest.mark.parametrize("what,arguments", EXAMPLES)
+def test_examples_of_the_help_are_accepted(what, arguments):
+    refuse_unbuilt(parse(shlex.split(arguments)))
+
+
+def test_readme_lists_the_flags_of_the_table():
+    readme = REPO / "README.md"
+    if not readme.exists():
+        pytest.skip("no README.md yet")
+    text = readme.read_text(encoding="utf-8")
+    assert text.count("<!-- flags -->") == text.count("<!-- /flags -->") == 1, "README.md needs <!-- flags --> and <!-- /flags --> around the list"
+    listed = text.split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
+    assert listed == flag_table_markdown(), "paste the output of llmc.flags.flag_table_markdown() between README.md's markers"
+
+
+def test_importing_the_flags_loads_neither_torch_nor_numpy():
+    code = "import sys, llmc.flags; llmc.flags.parse(['-b', '1']); print(sorted({'torch', 'numpy', 'argparse', 'difflib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# ---- the run scripts: their flags, and when their loop ends
+
+SCRIPTS = sorted(path.name for path in (REPO / "scripts").glob("run_gpt*.sh"))
+
+
+def run_script(name, folder, body):
+    """Run a script whose python is `body`, a shell script that finds the run's folder in $log and its arguments in $@."""
+    stub, log = folder / "python", folder / "log"
+    log.mkdir(exist_ok=True)
+    stub.write_text(f'#!/bin/sh\nlog={shlex.quote(str(log))}\nprintf "%s\\n" "$@" > {shlex.quote(str(folder))}/argv\necho x >> $log/calls\n{body}\n')
+    stub.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(stub), "LOG_DIR": str(log), "MAX_TRIES": "3", "RETRY_AFTER_S": "0"}
+    code = subprocess.run(["bash", str(REPO / "scripts" / name)], env=environment, capture_output=True, text=True, timeout=20).returncode
+    calls = (log / "calls").read_text().count("x") if (log / "calls").exists() else 0
+    return code, calls
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_run_scripts_pass_flags_that_are_accepted_and_resume(name, tmp_path):
+    assert run_script(name, tmp_path, "exit 2") == (2, 1)
+    program, *argv = (tmp_path / "argv").read_text().splitlines()
+    settings = parse(argv)
+    refuse_unbuilt(settings)
+    assert program == "train_gpt2.py" and settings.resume == 1 and settings.checkpoint_every > 0
+    assert settings.total_batch_size % (settings.batch_size * settings.sequence_length) == 0
+
+
+@pytest.mark.parametrize(
+    "body,expected",
+    [
+        ("exit 2", (2, 1)),  # a user error would repeat for ever
+        ("exit 3", (3, 1)),  # and so would running out of memory
+        ("exit 130", (130, 1)),  # Ctrl-C
+        ("kill -INT $PPID; exit 1", (130, 1)),
+        ("exit 1", (1, 3)),  # three crashes without a checkpoint between them
+        ("kill -9 $$", (1, 3)),
+        ("n=$(grep -c x $log/calls); [ $n -lt 6 ] || n=18865; touch $log/DONE_$(printf %08d $n); exit 1", (0, 6)),  # crashes, but gets on
+    ],
+)
+def test_the_restart_loop_ends(body, expected, tmp_path):
+    assert run_script("run_gpt2_124M.sh", tmp_path, body) == expected
+
+
+def test_a_finished_run_is_not_started_again(tmp_path):
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "DONE_00018865").touch()
+    assert run_script("run_gpt2_124M.sh", tmp_path, "exit 1") == (0, 0)

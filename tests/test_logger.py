@@ -1,0 +1,145 @@
+"""main.log and the printed lines are llm.c's, and a resumed log reads as if the run had never stopped."""
+import math
+import os
+import time
+
+import pytest
+
+from llmc.errors import UserError
+from llmc.logger import Logger, format_step_line, table_row, table_rule
+
+
+def train(log, steps, val_every=2):
+    """A run in small: validate, then train, as the training loop does."""
+    for step in steps:
+        if step % val_every == 0:
+            log.val(step, 4 - step / 10)
+        log.train(step, 5 - step / 10, 3e-4, 1.234)
+
+
+def text(folder):
+    return (folder / "main.log").read_text()
+
+
+def test_lines_are_llmc_s(tmp_path):
+    log = Logger(tmp_path)
+    log.val(0, 10.98765)
+    log.eval(250, 0.29456)
+    log.train(7, 3.14159, 0.00059996, 1.005)
+    log.train(8, math.nan, 6e-4, math.inf)
+    assert text(tmp_path) == (
+        "s:0 tel:10.9877\n"
+        "s:250 eval:0.2946\n"
+        "s:7 trl:3.1416 lr:0.000600 norm:1.00\n"
+        "s:8 trl:nan lr:0.000600 norm:inf\n"
+    )  # read while still open: each line is out when its call returns
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (None, ""):
+        log = Logger(folder)
+        train(log, range(3))
+        log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fresh_run_empties_the_log(tmp_path):
+    train(Logger(tmp_path), range(5))
+    Logger(tmp_path)
+    assert text(tmp_path) == ""
+
+
+@pytest.mark.parametrize("checkpoint", range(9))
+@pytest.mark.parametrize("torn", ("", "s:1", "s:10 trl:3.9"))
+def test_a_resumed_log_equals_that_of_a_run_never_stopped(checkpoint, torn, tmp_path):
+    """Crash after step 8, in the middle of a line; resume anywhere before; every line is there once, in order."""
+    log = Logger(tmp_path)
+    train(log, range(12))
+    log.close()
+    expected = text(tmp_path)
+    log = Logger(tmp_path)
+    train(log, range(9))
+    log.close()
+    with open(tmp_path / "main.log", "a") as file:
+        file.write(torn)
+    log = Logger(tmp_path, resume_step=checkpoint)
+    train(log, range(checkpoint, 12))
+    assert text(tmp_path) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["main.log"]
+
+
+def test_a_longer_run_keeps_the_last_validation_of_the_shorter_one(tmp_path):
+    log = Logger(tmp_path)
+    train(log, range(3))
+    log.val(3, 3.5)  # at the end of the run, though 3 is no multiple of 2
+    log.close()
+    train(Logger(tmp_path, resume_step=3), range(3, 5))
+    measured = [line.split(":")[1] for line in text(tmp_path).splitlines()]
+    assert measured == ["0 tel", "0 trl", "1 trl", "2 tel", "2 trl", "3 tel", "3 trl", "4 tel", "4 trl"]
+
+
+def test_lines_in_another_form_survive_a_resume(tmp_path):
+    (tmp_path / "main.log").write_text("# second node\ns:x y\ns:5 trl:1.0000 lr:0.1 norm:1.00\n")
+    Logger(tmp_path, resume_step=2)
+    assert text(tmp_path) == "# second node\ns:x y\n"
+
+
+def test_resuming_without_a_log_starts_one(tmp_path):
+    Logger(tmp_path, resume_step=5).val(5, 3.0)
+    assert text(tmp_path) == "s:5 tel:3.0000\n"
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="missing/main.log"):
+        Logger(tmp_path / "missing")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full to write to")
+def test_a_full_disk_stops_with_a_sentence():
+    log = Logger(None)
+    log._path, log._file = "/dev/full", open("/dev/full", "w", buffering=1)
+    with pytest.raises(UserError, match="writing the log failed at /dev/full"):
+        log.val(0, 1.0)
+
+
+def test_a_line_costs_microseconds(tmp_path):
+    log, start = Logger(tmp_path), time.perf_counter()
+    for step in range(2000):
+        log.train(step, 3.0, 1e-4, 1.0)
+    assert (time.perf_counter() - start) / 2000 < 200e-6  # measured 2 us; the rest is for busy machines
+
+
+STEP = dict(loss=3.1415926, loss_z=math.nan, norm=1.23456, norm_z=-0.5, lr=6e-4, dt_ms=123.456, tokens_per_s=424242.4)
+
+
+def test_step_line_is_llmc_s():
+    assert format_step_line(9, 18865, mfu=0.5128, **STEP) == (
+        "step   10/18865 | loss 3.141593 (+nanz)| norm 1.2346 (-0.50z)| lr 6.00e-04 | 123.46 ms | 51.3% bf16 MFU | 424242 tok/s"
+    )
+
+
+def test_step_line_does_not_invent_an_mfu():
+    assert "ms | n/a bf16 MFU | 424242 tok/s" in format_step_line(9, 18865, mfu=None, **STEP)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("| checkpoint_every      | 5000                                               |", "checkpoint_every", 5000),
+        ("| learning rate (LR)    | 3.000000e-04                                       |", "learning rate (LR)", 3e-4),
+        ("| skip update lossz     | 7.000000                                           |", "skip update lossz", 7.0, "f"),
+        ("| peak TFlops           | 989.4                                              |", "peak TFlops", 989.43, ".1f"),
+        ("| LR scheduler          | cosine                                             |", "LR scheduler", "cosine"),
+        ("| max_sequence_length T | 1024                                               |", "max_sequence_length T", 1024),
+        (f"| train data pattern    | {'x' * 60} |", "train data pattern", "x" * 60),  # longer values push the edge out, as printf does
+    ],
+)
+def test_table_rows_are_printf_s(row):
+    line, *arguments = row
+    assert table_row(*arguments) == line
+
+
+def test_table_rule_is_as_wide_as_a_row():
+    assert table_rule() == "+-----------------------+----------------------------------------------------+"
+    assert len(table_rule()) == len(table_row("Parameter", "Value"))

@@ -1,0 +1,149 @@
+"""A folder of checkpoints: what counts as complete, what is deleted, and in which order."""
+import errno
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from llmc.checkpoint import store
+from llmc.errors import UserError
+
+
+def checkpoint(folder: Path, step: int, num_processes: int = 1, done: bool = True) -> None:
+    """The files of one checkpoint; only the state headers mean anything."""
+    store.model_path(folder, step).write_bytes(b"model")
+    for rank in range(num_processes):
+        store.state_path(folder, step, rank).write_bytes(struct.pack("<256i", 20240527, 1, num_processes, rank, *[0] * 252))
+        store.extra_path(folder, step, rank).write_bytes(b"{}")
+    if done:
+        store.mark_done(folder, step)
+
+
+def raising(code: int):
+    """A system call that always fails with this errno."""
+
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_names_are_llmc_s():
+    """8 digits of step, 5 of rank; more where they do not suffice."""
+    assert str(store.model_path("log", 7)) == "log/model_00000007.bin"
+    assert str(store.state_path("log", 7, 3)) == "log/state_00000007_00003.bin"
+    assert str(store.extra_path("log", 7, 3)) == "log/extra_00000007_00003.json"
+    assert str(store.done_path("log", 123456789)) == "log/DONE_123456789"
+
+
+def test_the_last_step_is_the_highest_done(tmp_path):
+    """Not the highest model, and no temporary file or stranger."""
+    assert store.find_last_step(tmp_path / "nowhere") is None
+    assert store.find_last_step(tmp_path) is None
+    for step in (5, 100, 20):
+        checkpoint(tmp_path, step, num_processes=3)
+    checkpoint(tmp_path, 200, done=False)
+    for name in ("DONE_00000300.tmp", "DONE_", "DONE_abc", "xDONE_00000300"):
+        (tmp_path / name).touch()
+    assert store.find_last_step(tmp_path) == 100
+    assert store.done_path(tmp_path, 100).read_bytes() == b""
+
+
+@pytest.mark.parametrize("missing", ["model_00000009.bin", "state_00000009_00000.bin", "state_00000009_00002.bin"])
+def test_a_done_over_a_missing_file_is_refused_by_name(tmp_path, missing):
+    """Rather than silently resuming from an older checkpoint."""
+    checkpoint(tmp_path, 4)
+    checkpoint(tmp_path, 9, num_processes=3)
+    (tmp_path / missing).unlink()
+    with pytest.raises(UserError, match=f"{missing} is missing.*DONE_00000009") as raised:
+        store.find_last_step(tmp_path)
+    assert "remove DONE_00000009" in str(raised.value)
+
+
+def test_a_missing_extra_is_a_checkpoint_of_llmc(tmp_path):
+    """It must load."""
+    checkpoint(tmp_path, 9)
+    store.extra_path(tmp_path, 9, 0).unlink()
+    assert store.find_last_step(tmp_path) == 9
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path):
+    (tmp_path / "log").touch()
+    with pytest.raises(UserError, match="log cannot be read"):
+        store.find_last_step(tmp_path / "log")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_every_instant_of_a_deletion_is_consistent(tmp_path, monkeypatch, order):
+    """After each single removal, whichever rank is ahead, the older checkpoint is found or the newer is whole."""
+    checkpoint(tmp_path, 4, num_processes=3)
+    checkpoint(tmp_path, 9, num_processes=3)
+    unlink, seen = Path.unlink, []
+
+    def watched(path, *args, **kwargs):
+        unlink(path, *args, **kwargs)
+        seen.append(store.find_last_step(tmp_path))  # raises where a DONE stands over missing files
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    for rank in order:
+        store.delete(tmp_path, 9, rank)
+    assert seen == [4] * 10  # DONE three times, of which two find it gone, and 1 model, 3 states, 3 extras
+    ranks = [f"extra_00000004_0000{r}.json" for r in range(3)] + [f"state_00000004_0000{r}.bin" for r in range(3)]
+    assert sorted(os.listdir(tmp_path)) == sorted(["DONE_00000004", "model_00000004.bin", *ranks])
+    store.delete(tmp_path, 9, 0)  # again: nothing left to delete is no error
+
+
+@pytest.mark.parametrize(
+    "step, every, keep, major_every, expected",
+    [
+        (50, 10, 0, 0, None),  # keep all
+        (50, 10, 2, 0, 30),
+        (20, 10, 2, 0, None),  # step 0 is not a checkpoint
+        (10, 10, 2, 0, None),
+        (50, 10, 2, 30, None),  # 30 is major
+        (50, 10, 2, 20, 30),
+        (50, 10, 2, 15, None),  # 30 is a multiple of 15 too
+        (47, 10, 2, 0, 27),  # the last step of a run, off the period: llm.c computes the same
+    ],
+)  # fmt: skip
+def test_rotation_is_llmc_s(step, every, keep, major_every, expected):
+    """The contract, section Rotation."""
+    assert store.step_to_delete(step, every, keep, major_every) == expected
+
+
+def test_a_prepared_folder_has_no_temporary_files_but_everything_else(tmp_path):
+    """Made with its parents; a crashed run's half files go, a user's files stay."""
+    folder = tmp_path / "a" / "b"
+    store.prepare_folder(folder)
+    assert folder.is_dir() and os.listdir(folder) == []
+    ours = ["model_00000010.bin", "state_00000010_00000.bin", "extra_00000010_00000.json", "DONE_00000010"]
+    kept = [*ours, "notes.tmp", "main.log", "model_best.bin.tmp"]
+    for name in [*kept, *(f"{name}.tmp" for name in ours)]:
+        (folder / name).touch()
+    store.prepare_folder(folder)
+    assert sorted(os.listdir(folder)) == sorted(kept)
+
+
+def test_an_unwritable_folder_is_refused_before_training(tmp_path, monkeypatch):
+    """A file in its place, a read-only disk, a full one."""
+    (tmp_path / "log").touch()
+    with pytest.raises(UserError, match="log is a file; expected a folder"):
+        store.prepare_folder(tmp_path / "log")
+    with pytest.raises(UserError, match="preparing the output folder failed at .*log/run.*Not a directory"):
+        store.prepare_folder(tmp_path / "log" / "run")
+    for code, words in ((errno.EROFS, "Read-only"), (errno.ENOSPC, "No space left")):
+        monkeypatch.setattr(store.tempfile, "NamedTemporaryFile", raising(code))
+        with pytest.raises(UserError, match=f"{tmp_path}.*{words}"):
+            store.prepare_folder(tmp_path)
+
+
+def test_a_denied_done_or_deletion_is_one_sentence(tmp_path, monkeypatch):
+    """The disk turns read-only in the middle of a run."""
+    checkpoint(tmp_path, 4)
+    monkeypatch.setattr(os, "replace", raising(errno.EROFS))
+    monkeypatch.setattr(Path, "unlink", raising(errno.EROFS))
+    with pytest.raises(UserError, match="marking the checkpoint complete failed at .*DONE_00000005.*Read-only"):
+        store.mark_done(tmp_path, 5)
+    with pytest.raises(UserError, match="deleting the checkpoint of step 4 failed.*Read-only"):
+        store.delete(tmp_path, 4, 0)

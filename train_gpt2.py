@@ -1,0 +1,465 @@
+#!/usr/bin/env python3
+"""Train GPT-2 and GPT-3 models: llm.c's flags, files and printed lines, from Python.
+
+    python train_gpt2.py --help
+
+The program, top to bottom: what the flags ask for (Setup), everything they need (build), the loop (train). The rooms it uses:
+
+layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
+memory        llmc/memory/: tables, recompute ladder, plan, arenas, report
+host side     llmc/: flags, data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
+"""
+import os
+import shutil
+import sys
+import time
+from glob import glob
+from math import isfinite
+from pathlib import Path
+from types import SimpleNamespace
+
+from llmc import __version__
+from llmc.backend import choose_precision, likely_device_kind, likely_precision, measure_matmul_tflops, open_backend
+from llmc.checkpoint.model_file import read_model_header
+from llmc.checkpoint.store import find_last_step, model_path, prepare_folder
+from llmc.config import ModelConfig, config_from_descriptor
+from llmc.distributed import World
+from llmc.errors import NotEnoughMemory, UserError
+from llmc.flags import Settings, format_help, parse, refuse_unbuilt
+from llmc.interrupt import StopRequest
+from llmc.logger import Logger, format_step_line, table_row, table_rule
+from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.report import allocation_lines, plan_table, usage_lines
+from llmc.memory.tables import num_parameters
+from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
+from llmc.outlier import OutlierDetector
+from llmc.rand import XorShift
+from llmc.schedulers import learning_rate
+
+SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
+
+
+def main(argv=None) -> int:
+    """Run the command line; the exit code: 0 done, 2 a sentence on what to change, 3 it does not fit in memory."""
+    try:
+        settings = parse(sys.argv[1:] if argv is None else argv)
+        if settings.help:
+            print(format_help(shutil.get_terminal_size().columns), end="")
+        elif settings.version:
+            print(f"llmc {__version__}")
+        elif settings.plan:
+            print(plan_table(planned_options(settings)))
+        else:
+            train(settings)
+        return 0
+    except (UserError, NotEnoughMemory) as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        return 3 if isinstance(error, NotEnoughMemory) else 2
+
+
+# ----------------------------------------------------------------------------
+# what the flags ask for
+
+
+def choose_model(s: Settings) -> SimpleNamespace:
+    """Where the weights come from: config, file (None for random weights), its precision, the step to resume from (or None)."""
+    named = None
+    if not s.model.endswith(".bin"):
+        named = SimpleNamespace(config=config_from_descriptor(s.model), file=None, precision=None, resume_step=None)
+    if s.resume:
+        if not s.output_dir:
+            raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
+        step = find_last_step(s.output_dir)
+        if step is not None:
+            path = model_path(s.output_dir, step)
+            config, precision = read_model_header(path)
+            if named and named.config != config:
+                raise UserError(f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; resume with the -e of the run that wrote it, or choose another -o")
+            return SimpleNamespace(config=config, file=path, precision=precision, resume_step=step)
+    if named:
+        return named
+    if not os.path.exists(s.model):
+        from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
+        if not glob(s.train_data):
+            raise UserError(f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64")
+        raise UserError(f"-e {s.model}: no such file; {from_scratch}, or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}")
+    config, precision = read_model_header(s.model)
+    return SimpleNamespace(config=config, file=s.model, precision=precision, resume_step=None)
+
+
+def describe(config: ModelConfig) -> str:
+    return f"L={config.num_layers} NH={config.num_heads} C={config.channels} V={config.vocab_size} maxT={config.max_seq_len}"
+
+
+def check_sizes(s: Settings, config: ModelConfig, world: World) -> int:
+    """Raise UserError unless B, T, the total batch and the sample fit together and the model; gradient accumulation steps."""
+    if s.sequence_length > config.max_seq_len:
+        raise UserError(f"-t {s.sequence_length}: the model knows {config.max_seq_len} positions; use -t {config.max_seq_len} or less")
+    if s.sample_every > 0 and s.sample_length > config.max_seq_len:
+        raise UserError(f"-g {s.sample_length}: the model knows {config.max_seq_len} positions; use -g {config.max_seq_len} or less")
+    per_micro_step = s.batch_size * s.sequence_length * world.num_processes
+    total = per_micro_step if s.total_batch_size == -1 else s.total_batch_size
+    if total % per_micro_step:
+        below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
+        choice = f"{below} or {above}" if below else above
+        raise UserError(f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; use -d {choice}")
+    return total // per_micro_step
+
+
+def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
+    return PlanOptions(
+        config, s.batch_size, s.sequence_length, precision=precision, recompute=s.recompute, master_weights=bool(s.master_weights),
+        device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
+    )  # fmt: skip
+
+
+def planned_options(s: Settings) -> PlanOptions:
+    """The options of --plan: no device is touched, so auto means what this machine most likely has."""
+    refuse_unbuilt(s)
+    model = choose_model(s)
+    check_sizes(s, model.config, World())
+    check_precision(s, model)
+    kind = likely_device_kind(s.device)
+    return plan_options(s, model.config, model.precision or likely_precision(s.precision, kind), kind)
+
+
+def check_precision(s: Settings, model):
+    if model.precision and s.precision not in ("auto", model.precision):
+        raise UserError(f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; leave --precision out, or start from a {s.precision} file")
+
+
+# ----------------------------------------------------------------------------
+# everything that training needs
+
+
+def build(s: Settings) -> SimpleNamespace:
+    """Open the device, files and model, printing llm.c's table and allocation lines on the way."""
+    refuse_unbuilt(s)
+    world = World()
+    model_source = choose_model(s)
+    grad_accum_steps = check_sizes(s, model_source.config, world)
+    check_precision(s, model_source)
+    per_micro_step = s.batch_size * s.sequence_length * world.num_processes
+    total_batch_size = per_micro_step * grad_accum_steps
+
+    print_settings(s, total_batch_size)
+    backend = open_backend(s.device, s.threads, bool(s.tf32))
+    precision = choose_precision(model_source.precision or s.precision, backend)
+    peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
+    measured = peak_tflops is None
+    if measured:
+        peak_tflops = measure_matmul_tflops(backend, precision)
+    rows = {
+        "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
+        "precision": "TF32" if backend.kind == "cuda" and precision == "fp32" and s.tf32 else precision.upper(),
+    }  # fmt: skip
+    print_rows(rows)
+    config = model_source.config
+    print_rows({
+        "weight init method": "intermediate checkpoint" if model_source.resume_step is not None else s.model,
+        "max_sequence_length T": config.max_seq_len, "vocab_size V": config.vocab_size, "padded_vocab_size Vp": config.padded_vocab_size,
+        "num_layers L": config.num_layers, "num_heads NH": config.num_heads, "channels C": config.channels,
+        "num_parameters": num_parameters(config),
+    })  # fmt: skip
+
+    # the host side first: a missing file should not cost the time to build a model
+    from llmc.data.evals import EvalLoader
+    from llmc.data.shards import TokenLoader
+
+    batch = dict(B=s.batch_size, T=s.sequence_length, rank=world.rank, num_processes=world.num_processes, vocab_size=config.vocab_size)
+    train_data, train_flag = (s.val_data, "-j") if s.overfit_single_batch else (s.train_data, "-i")
+    train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
+    val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
+    eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
+    tokenizer = find_tokenizer(s, config)
+    max_steps = train_loader.num_tokens // total_batch_size if s.max_steps == -1 else s.max_steps
+    if max_steps == 0 and s.max_steps == -1:
+        raise UserError(f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {total_batch_size}; use a smaller -d or -b, or say -x")
+    val_batches = 0
+    if val_loader:
+        val_batches = max(1, val_loader.num_tokens // per_micro_step) if s.val_max_steps == -1 else s.val_max_steps
+    print_rows({"train_num_batches": max_steps, "val_num_batches": val_batches})
+    print_rows({"run hellaswag": "yes" if eval_loader else "no"})
+    print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
+
+    if measured:
+        print(f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}")
+    if s.zero_stage == 1:
+        print("with one process ZeRO has nothing to shard: -z 1 is the same as -z 0")
+    if tokenizer is None and s.sample_every > 0:
+        print("no gpt2_tokenizer.bin here or beside the training data: samples are printed as token ids (python scripts/write_tokenizer.py makes one)")
+    if s.sequence_length < config.max_seq_len:
+        print(f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained")
+    if s.resume and model_source.resume_step is None:
+        print(f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}")
+
+    plan = Plan(plan_options(s, config, precision, backend.kind))
+    print(f"num_parameters: {num_parameters(config)} => bytes: {plan.arenas['parameters']}")
+    print(f"allocated {plan.arenas['parameters'] // MIB} MiB for model parameters")
+    print(f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} and total_batch_size={total_batch_size}")
+    print(f"=> setting grad_accum_steps={grad_accum_steps}")
+    if s.log_gpu_every > 0:
+        gpu_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
+    if s.output_dir and world.rank == 0:
+        prepare_folder(s.output_dir)
+    model = build_model(plan, backend, world, model_source)
+    print(*usage_lines(plan, *backend.memory_bytes(), backend.free_bytes()), sep="\n", flush=True)
+
+    run = SimpleNamespace(
+        settings=s, world=world, backend=backend, model=model, plan=plan, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
+        tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, grad_accum_steps=grad_accum_steps,
+        total_batch_size=total_batch_size, peak_tflops=peak_tflops, resume_step=model_source.resume_step,
+        loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(),
+    )  # fmt: skip
+    if run.resume_step is not None:
+        resume(run)
+    run.log = Logger(s.output_dir if world.rank == 0 else None, run.resume_step)
+    return run
+
+
+def build_model(plan: Plan, backend, world: World, source):
+    """Allocate the plan and fill in the weights. Raises NotEnoughMemory, before allocating where that can be known."""
+    fits = f"use a smaller -b (here at most {plan.largest_batch(backend.free_bytes())}), a higher -r, or see --plan"
+    if plan.total_bytes > backend.free_bytes():
+        raise NotEnoughMemory(f"the plan needs {plan.total_bytes // MIB} MiB and {backend.name} has {backend.free_bytes() // MIB} MiB free; {fits}")
+    print(*allocation_lines(plan), sep="\n", flush=True)
+    import torch
+
+    from llmc.checkpoint.snapshot import load_weights
+    from llmc.gpt2 import GPT2
+
+    try:
+        model = GPT2(plan, backend.device, world.rank)
+    except torch.OutOfMemoryError as error:
+        raise NotEnoughMemory(f"{backend.name} could not give the {plan.total_bytes // MIB} MiB of the plan; {fits}") from error
+    if source.file is None:
+        model.init_random()
+    elif source.resume_step is None:
+        load_weights(source.file, model)
+    return model
+
+
+def find_tokenizer(s: Settings, config: ModelConfig):
+    """The tokenizer for samples: the file asked for, or gpt2_tokenizer.bin here or beside the training data; None for token ids."""
+    from llmc.data.tokenizer import Tokenizer
+
+    if s.tokenizer:
+        tokenizer = Tokenizer.read(s.tokenizer)
+        if tokenizer.vocab_size != config.vocab_size:
+            raise UserError(f"--tokenizer {s.tokenizer} has {tokenizer.vocab_size} tokens and the model {config.vocab_size}; give the one the data was made with")
+        return tokenizer
+    for folder in (Path("."), Path(s.train_data).parent):
+        path = folder / "gpt2_tokenizer.bin"
+        if path.exists():
+            tokenizer = Tokenizer.read(path)
+            return tokenizer if tokenizer.vocab_size == config.vocab_size else None
+    return None
+
+
+def print_settings(s: Settings, total_batch_size: int):
+    """llm.c's table of parameters, row by row."""
+    print(table_rule())
+    print_rows({"Parameter": "Value"})
+    print_rows({
+        "train data pattern": s.val_data if s.overfit_single_batch else s.train_data, "val data pattern": s.val_data,
+        "output log dir": s.output_dir or "NULL", "checkpoint_every": s.checkpoint_every, "resume": s.resume,
+        "micro batch size B": s.batch_size, "sequence length T": s.sequence_length, "total batch size": total_batch_size,
+        "LR scheduler": s.lr_scheduler, "learning rate (LR)": s.learning_rate, "warmup iterations": s.warmup_steps,
+        "final LR fraction": s.final_lr_fraction, "weight decay": s.weight_decay,
+        "skip update lossz": f"{s.skip_loss_z:f}", "skip update gradz": f"{s.skip_grad_z:f}", "max_steps": s.max_steps,
+        "val_loss_every": s.val_loss_every, "val_max_steps": s.val_max_steps, "sample_every": s.sample_every, "genT": s.sample_length,
+        "overfit_single_batch": s.overfit_single_batch, "use_master_weights": "enabled" if s.master_weights else "disabled",
+        "gelu_fusion": s.gelu_fusion, "recompute": s.recompute,
+    })  # fmt: skip
+
+
+def print_rows(rows: dict):
+    """Rows of the table, then a rule."""
+    print(*(table_row(name, value) for name, value in rows.items()), table_rule(), sep="\n", flush=True)
+
+
+# ----------------------------------------------------------------------------
+# the loop
+
+
+def train(s: Settings):
+    """Train for -x steps: every diagnostic that is due, then the step."""
+    run = build(s)
+    model, loader, stop = run.model, run.train_loader, StopRequest()
+    start = 0 if run.resume_step is None else run.resume_step
+    clock = StepClock(run)
+    for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
+        last = step == run.max_steps
+        if not stop.requested:
+            if run.val_loader and (last or step % s.val_loss_every == 0):
+                validate(run, step, stop)
+            if run.eval_loader and (last or (step > 0 and s.val_loss_every > 0 and step % s.val_loss_every == 0)):
+                evaluate(run, step)
+            if s.sample_every > 0 and (last or (step > 0 and step % s.sample_every == 0)):
+                sample(run)
+        if checkpoint_due(run, step, last, stop.requested):
+            checkpoint(run, step)
+        if last or stop.requested:
+            break
+
+        # --------------- one training step ---------------
+        if s.overfit_single_batch:
+            loader.reset()
+        clock.start()
+        for micro_step in range(run.grad_accum_steps):
+            inputs, targets = loader.next_batch()  # (B, T) int64
+            model.forward(inputs)
+            model.backward(targets, run.grad_accum_steps, micro_step)
+        loss, norm = model.mean_loss(run.grad_accum_steps), model.grad_norm()
+        lr = learning_rate(
+            s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
+        )
+        loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
+        if not skipped(run, loss_z, norm_z):
+            model.update(lr, s.weight_decay, step + 1, norm)
+        dt = clock.stop()
+        # --------------- everything below is diagnostics ---------------
+
+        mfu = model_flops_utilization(clock.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
+        print(format_step_line(
+            step, run.max_steps, loss=loss, loss_z=loss_z, norm=norm, norm_z=norm_z, lr=lr, dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
+        ), flush=True)  # fmt: skip
+        if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
+            print(gpu_line(run.backend), flush=True)
+        run.log.train(step, loss, lr, norm)
+    print(f"total average iteration time: {clock.average_ms:f} ms")
+    run.log.close()
+
+
+class StepClock:
+    """Times steps: the last one, a running mean of tokens/s that forgets by 5% a step, and the mean of all but the first."""
+
+    def __init__(self, run):
+        config = run.plan.options.config
+        self.backend, self.tokens = run.backend, run.total_batch_size
+        self.flops_per_token = flops_per_token(num_parameters(config), config.num_layers, config.channels, run.settings.sequence_length)
+        self.steps, self.total, self.ema, self.tokens_per_s = 0, 0.0, 0.0, 0.0
+
+    def start(self):
+        self.backend.synchronize()
+        self.started = time.perf_counter()
+
+    def stop(self) -> float:
+        """Seconds since start, once the device is done."""
+        self.backend.synchronize()
+        dt = time.perf_counter() - self.started
+        self.tokens_per_s = self.tokens / dt
+        if self.steps:  # the first step also sets libraries up
+            self.total += dt
+            self.ema = 0.95 * self.ema + 0.05 * self.tokens / dt
+            self.tokens_per_s = self.ema / (1 - 0.95**self.steps)
+        self.steps += 1
+        return dt
+
+    @property
+    def average_ms(self) -> float:
+        return self.total / max(1, self.steps - 1) * 1e3
+
+
+def validate(run, step, stop):
+    """Mean loss over the validation batches, always the same ones."""
+    run.val_loader.reset()
+    total = 0.0
+    for _ in range(run.val_batches):
+        if stop.requested:
+            return
+        total += run.model.validate(*run.val_loader.next_batch())
+    loss = total / run.val_batches
+    print(f"val loss {loss:f}", flush=True)
+    run.log.val(step, loss)
+
+
+def evaluate(run, step):
+    """HellaSwag accuracy."""
+    correct = run.eval_loader.evaluate(lambda inputs, targets: run.model.token_losses(inputs, targets).cpu().numpy())
+    accuracy = correct / run.eval_loader.num_examples
+    print(f"HellaSwag: {correct}/{run.eval_loader.num_examples} = {accuracy:f}", flush=True)
+    run.log.eval(step, accuracy)
+
+
+def sample(run):
+    """Print a text the model makes up, from end-of-text on."""
+    from llmc.sampler import sample_softmax
+
+    rng, token, tokens = XorShift(SAMPLE_STATE), run.plan.options.config.end_of_text, []
+    print("generating:\n---")
+    for position in range(run.settings.sample_length - 1):
+        token = sample_softmax(run.model.next_logits(token, position), rng.f32())
+        tokens.append(token)
+    if run.tokenizer:
+        text = run.tokenizer.decode(tokens).decode("utf-8", errors="replace")
+        print("".join(c for c in text if c.isprintable() or c.isspace()))
+    else:
+        print(*tokens)
+    print("---", flush=True)
+
+
+def skipped(run, loss_z: float, norm_z: float) -> bool:
+    """Whether -sl or -sg call for leaving this update out; then the step's values leave the outlier windows too."""
+    s = run.settings
+    for what, z, limit in (("loss", loss_z, s.skip_loss_z), ("grad", norm_z, s.skip_grad_z)):
+        if limit > 0 and isfinite(z) and z > limit:
+            print(f"skipping update due to {what} z-score of {z:f}")
+            run.loss_outliers.undo()
+            run.norm_outliers.undo()
+            return True
+    return False
+
+
+def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
+    """On -n's period, at the end, and when asked to stop; never where there is no -o, nor at the step just resumed from."""
+    s = run.settings
+    if not s.output_dir or step == run.resume_step or step == 0 and not last:
+        return False
+    periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
+    return periodic or stopping
+
+
+def checkpoint(run, step: int):
+    """Write everything a resumed run needs to go on as if it had never stopped; delete what -nk no longer keeps."""
+    from llmc.checkpoint.snapshot import rotate, save_snapshot
+
+    s, world = run.settings, run.world
+    extra = {"loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state()}
+    save_snapshot(
+        s.output_dir, step, run.model, run.train_loader, extra, rank=world.rank, num_processes=world.num_processes,
+        master_weights=bool(s.master_weights),
+    )  # fmt: skip
+    if s.checkpoint_every > 0:
+        rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every, rank=world.rank)
+
+
+def resume(run):
+    """Become the run that wrote the newest checkpoint."""
+    from llmc.checkpoint.snapshot import load_snapshot
+
+    s, world = run.settings, run.world
+    extra = load_snapshot(
+        s.output_dir, run.resume_step, run.model, run.train_loader, rank=world.rank, num_processes=world.num_processes,
+        master_weights=bool(s.master_weights),
+    )  # fmt: skip
+    for name in ("loss_outliers", "norm_outliers"):
+        if name in extra:  # not in a checkpoint that llm.c wrote
+            getattr(run, name).restore(extra[name])
+    print(f"resuming at step {run.resume_step} from {s.output_dir}")
+
+
+def gpu_line(backend) -> str:
+    """What -lg prints."""
+    from llmc.gpu_info import gpu_info_line
+
+    if backend.kind != "cuda":
+        raise UserError(f"-lg asks a GPU for its state, and this run is on {backend.name}; leave -lg out, or use --device cuda")
+    import torch
+
+    return gpu_info_line(f"GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
