@@ -3,6 +3,7 @@
 The twister orders the training data, xorshift* seeds the stochastic rounding and draws the sampler's coins. Sources:
 Matsumoto and Nishimura's mt19937, Vigna's xorshift64*, and llm.c's llmc/rand.h for how their state is laid out in a file.
 """
+
 import struct
 
 import numpy as np
@@ -54,7 +55,9 @@ class MersenneTwister:
     def from_bytes(cls, data: bytes) -> "MersenneTwister":
         """The generator that `to_bytes`, or llm.c, wrote. Raises UserError for anything else."""
         if len(data) != STATE_STRUCT.size:
-            raise UserError(f"the saved shuffle generator has {len(data)} bytes, expected {STATE_STRUCT.size}; the state file is damaged, resume from another")
+            raise UserError(
+                f"the saved shuffle generator has {len(data)} bytes, expected {STATE_STRUCT.size}; the state file is damaged, resume from another"
+            )
         seed, left, drawn, *words = STATE_STRUCT.unpack(data)
         fresh = (left, drawn) == (1, 0)
         if tuple(words[BLOCK:]) != MATRIX_A or not (fresh or (1 <= drawn <= BLOCK and left == BLOCK - drawn + 1)):

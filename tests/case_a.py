@@ -3,6 +3,7 @@
 The recipe is part of the golden set, numpy's PCG64 with these seeds and these draws in this order, so the bytes are fixed
 (test_shards.py holds their hashes).
 """
+
 from pathlib import Path
 
 import numpy as np

@@ -1,4 +1,5 @@
 """Eval files are read and written as llm.c does, and the score is that of a plain loop at any batch size and any split."""
+
 import json
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_ranks_share_the_work_and_make_the_same_number_of_calls(path, num_proces
     for rank in range(num_processes):
         made = []
         loader = EvalLoader(path, 6, T, rank=rank, num_processes=num_processes, vocab_size=V)
-        correct += loader.evaluate(lambda x, y: made.append(1) or fake_losses(x, y))
+        correct += loader.evaluate(lambda x, y, made=made: made.append(1) or fake_losses(x, y))
         calls.append(len(made))
     assert set(calls) == {loader.num_batches}
     assert correct == plain_score(read_eval_file(path), fake_losses)

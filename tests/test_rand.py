@@ -1,4 +1,5 @@
 """The generators repeat torch's and llm.c's numbers bit for bit, also after a trip through a file."""
+
 import json
 import struct
 from pathlib import Path

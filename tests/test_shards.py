@@ -1,4 +1,5 @@
 """Shards are read and written as llm.c does, the loader keeps its order, and a damaged file is refused with a reason."""
+
 import dataclasses
 import hashlib
 import json
@@ -62,7 +63,9 @@ def test_data_order_is_llmc_s(case, golden):
     """Every batch of every rank for several epochs, B=4, T=32: first input, last target, hashes of all inputs and targets."""
     ranks = json.loads((GOLDEN / f"loader_A_{golden}.json").read_text())
     for rank, expected in enumerate(ranks.values()):
-        loader = TokenLoader(str(case / "train_*.bin"), 4, 32, rank=rank, num_processes=len(ranks), shuffle="shuffled" in golden, vocab_size=96)
+        loader = TokenLoader(
+            str(case / "train_*.bin"), 4, 32, rank=rank, num_processes=len(ranks), shuffle="shuffled" in golden, vocab_size=96
+        )
         for line in expected:
             inputs, targets = loader.next_batch()
             assert [inputs[0, 0], targets[-1, -1], fnv1a_64(inputs), fnv1a_64(targets)] == line
@@ -123,7 +126,11 @@ def test_a_restored_place_keeps_the_permutation_in_the_file(shards):
     loader = TokenLoader(shards, 2, 5, shuffle=True)
     order = np.array([2, 0, 1], np.int32)
     samples = np.array([6, 5, 4, 3, 2, 1, 0], np.int32)
-    loader.restore(dataclasses.replace(loader.state(), current_shard_idx=0, current_sample_idx=1, shard_indices=order, shard_num_samples=7, intra_shard_indices=samples))
+    loader.restore(
+        dataclasses.replace(
+            loader.state(), current_shard_idx=0, current_sample_idx=1, shard_indices=order, shard_num_samples=7, intra_shard_indices=samples
+        )
+    )
     assert loader.next_batch()[0][0, 0] == 2050
 
 

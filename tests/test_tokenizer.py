@@ -1,4 +1,5 @@
 """Tokenizer files are llm.c's, GPT-2's ids are tiktoken's, and without its files bytes are encoded with GPT-2's own ids."""
+
 import pickle
 import socket
 import time

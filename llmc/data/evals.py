@@ -4,6 +4,7 @@ The file is 256 int32 (20240522, 1, number of examples, bytes of the longest), t
 its bytes (these words included), its index, the label, the number of completions, and then the context and each completion, every
 one as its length and its tokens.
 """
+
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -47,7 +48,9 @@ def write_eval_file(path, examples: Iterable[Example]) -> int:
             words += [len(part), *part]
         words[1] = 2 * len(words)
         if index >= 2**16 - 1 or words[1] >= 2**16:  # both are 16 bits wide in the file
-            raise UserError(f"{path}: example {index} takes {words[1]} bytes; the eval format ends at 65535 examples of 65535 bytes, leave it out")
+            raise UserError(
+                f"{path}: example {index} takes {words[1]} bytes; the eval format ends at 65535 examples of 65535 bytes, leave it out"
+            )
         bodies.append(np.array(words, dtype="<u2"))
     if not bodies:
         raise UserError(f"{path}: there are no examples to write; check the input")
@@ -72,7 +75,9 @@ def read_eval_file(path) -> list[Example]:
         if len(head) < 3 or at + num_words > len(stream):
             raise UserError(f"{path} is cut short in example {index} of {num_examples}; copy or {REMAKE}")
         if head[0] != START_EXAMPLE or head[2] != index:
-            raise UserError(f"{path} is damaged at example {index}: found delimiter {head[0]} and index {head[2]}, expected {START_EXAMPLE} and {index}; {REMAKE}")
+            raise UserError(
+                f"{path} is damaged at example {index}: found delimiter {head[0]} and index {head[2]}, expected {START_EXAMPLE} and {index}; {REMAKE}"
+            )
         examples.append(_parse_example(stream[at + 3 : at + num_words], f"{path}: example {index}"))
         at += num_words
     if 2 * at != len(raw):
@@ -158,7 +163,9 @@ class EvalLoader:
             raise UserError(f"{name} takes {longest} tokens and a row has -t {self.T}; choose a -t of {longest} or more, or -h 0")
         top = max(part.max() for part in (example.context, *example.completions))
         if top >= vocab_size:
-            raise UserError(f"{name} has token {top}, outside the model's vocabulary of {vocab_size}; prepare it with this model's tokenizer, or -h 0")
+            raise UserError(
+                f"{name} has token {top}, outside the model's vocabulary of {vocab_size}; prepare it with this model's tokenizer, or -h 0"
+            )
 
 
 def completion_loss(losses: np.ndarray, row: Row) -> np.float32:

@@ -3,6 +3,7 @@
 A shard is 256 little-endian int32 (20240520, 1, number of tokens, zeros) and then that many uint16 tokens. The loader keeps
 llm.c's data order exactly, for any number of processes, and its place in it can be saved and restored.
 """
+
 import glob
 import mmap
 import os
@@ -45,7 +46,9 @@ def find_shards(pattern: str, flag: str) -> list[str]:
     if not paths and os.path.isfile(pattern):  # a name with a [ in it
         paths = [pattern]
     if not paths:
-        raise UserError(f"{flag} {pattern}: no such file; check the path or pattern, or make the default data with: python scripts/prepare_tinyshakespeare.py")
+        raise UserError(
+            f"{flag} {pattern}: no such file; check the path or pattern, or make the default data with: python scripts/prepare_tinyshakespeare.py"
+        )
     return paths
 
 
@@ -123,7 +126,9 @@ class TokenLoader:
         shuffle = self._rng is not None
         if state.should_shuffle != shuffle:
             was, now = ("shuffled", "in order") if state.should_shuffle else ("in order", "shuffled")
-            raise UserError(f"the checkpoint was reading its training data {was} and this run reads it {now}; resume with the -a of the run it comes from")
+            raise UserError(
+                f"the checkpoint was reading its training data {was} and this run reads it {now}; resume with the -a of the run it comes from"
+            )
         if shuffle:
             self._match("shards", len(state.shard_indices), len(self.paths))
             self._check_permutations(state)
@@ -155,7 +160,9 @@ class TokenLoader:
         """A damaged state must not become an index into the wrong sample, or a crash an epoch later."""
         orders = (state.shard_indices, state.current_shard_idx + 1), (state.intra_shard_indices, state.current_sample_idx)
         if any(place > len(order) or not np.array_equal(np.sort(order), np.arange(len(order))) for order, place in orders):
-            raise UserError("the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged, resume from another")
+            raise UserError(
+                "the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged, resume from another"
+            )
 
     def _samples_in(self, num_tokens: int) -> int:
         """Samples of a shard; one token less, for the last target. The rest of a shard is dropped."""

@@ -4,6 +4,7 @@ The file is 256 int32 (20240328, version, number of tokens, in version 2 the end
 and that many bytes. Training needs nothing else. Encoding is GPT-2's byte-pair encoding through tiktoken; without its files the
 256 ids GPT-2 gives to single bytes still encode any text, only longer (see ByteEncoder).
 """
+
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +40,9 @@ class Tokenizer:
         ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
         for i in ids:
             if not 0 <= i < len(self.table):
-                raise UserError(f"token {i} is outside the tokenizer's vocabulary of {len(self.table)}; use the tokenizer file made for this model")
+                raise UserError(
+                    f"token {i} is outside the tokenizer's vocabulary of {len(self.table)}; use the tokenizer file made for this model"
+                )
         return b"".join(self.table[i] for i in ids)
 
     @classmethod

@@ -1,0 +1,513 @@
+"""From documents to token shards: what the prepare_*.py scripts share.
+
+A corpus is a stream of documents in a fixed order. Each is encoded behind an end-of-text token, in parallel, and the stream of
+tokens is cut into shards. Memory holds the documents in flight and no more; a shard is finished or not there. Beside the
+shards a small JSON says where in the corpus each one ends, so that a killed run goes on where the last whole shard ends, and
+gives the same bytes as a run that was not killed.
+"""
+
+import argparse
+import hashlib
+import http.client
+import json
+import os
+import signal
+import sys
+import tempfile
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from llmc.checkpoint.files import write_atomically
+from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
+from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
+from llmc.errors import UserError, full_disk_or_denied
+
+BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
+PIECE_CHARS = 1 << 14  # a .txt is cut into documents of at most this: 4 sequences of 1024 tokens
+SILENCE_S = 30.0  # how long a download may stand still
+POOL_BATCHES = 16  # with fewer, processes, which take a second to start, are not worth it
+NAME_THE_FIELD = "name the one that holds the text with --jsonl-field"
+VAL_EVERY = 20  # where a split is made by document, 1 in 20 is for validation: 5%
+
+
+# --- the command line
+
+
+def argument_parser(
+    doc: str, output: str, *, corpus: bool = True, shard_tokens: int | None = None, local: bool = False
+) -> argparse.ArgumentParser:
+    """The options all scripts have. `doc` is the script's docstring.
+
+    corpus        False for a file of questions, which needs no table to decode it
+    shard_tokens  if given, the default of --shard-tokens
+    local         --input is required and takes several paths, as there is nothing to download
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if local:
+        parser.add_argument("--input", metavar="PATH", type=Path, nargs="+", required=True, help="local files or folders")
+    else:
+        parser.add_argument("--input", metavar="PATH", type=Path, help="a local file or folder to use instead of the default")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path(output), help=f"where to write [{output}]")
+    parser.add_argument(
+        "--encoder",
+        choices=("auto", "gpt2", "bytes"),
+        default="auto",
+        help="gpt2: GPT-2's tokens; bytes: one token per byte; auto: gpt2 if tiktoken's files can be had, else bytes, and says so [%(default)s]",
+    )
+    if corpus:
+        parser.add_argument(
+            "--tokenizer",
+            metavar="PATH",
+            type=Path,
+            help="where to write the table that decodes the tokens [gpt2_tokenizer.bin in the output folder]",
+        )
+    if shard_tokens:
+        parser.add_argument(
+            "--shard-tokens", metavar="N", type=positive, default=shard_tokens, help="tokens in a shard, at most 2147483647 [%(default)s]"
+        )
+        parser.add_argument(
+            "--workers",
+            metavar="N",
+            type=positive,
+            default=os.cpu_count() or 1,
+            help="processes that encode [one per processor: %(default)s]",
+        )
+    return parser
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer from 1 to the most a shard can hold."""
+    if not text.isdecimal() or not 0 < int(text) <= MAX_SHARD_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_SHARD_TOKENS}")
+    return int(text)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main() as a program: a UserError is one line on stderr and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(_say(f"error: {error}", 2))
+    except KeyboardInterrupt:
+        sys.exit(_say("interrupted; the same command goes on after the last shard that was written", 130))
+
+
+def _say(line: str, code: int) -> int:
+    print(line, file=sys.stderr)
+    return code
+
+
+def start(args: argparse.Namespace) -> Encoder:
+    """Make the output folder, and return the encoder chosen."""
+    make_folder(args.output)
+    return GPT2Encoder() if args.encoder == "gpt2" else load_encoder(force_bytes=args.encoder == "bytes")
+
+
+def finish(args: argparse.Namespace, encoder: Encoder, train: str, val: str) -> None:
+    """Write the tokenizer file, last so that it cannot come to lie beside another encoder's shards; print how to train."""
+    path = args.tokenizer or args.output / "gpt2_tokenizer.bin"
+    encoder.tokenizer().write(path)
+    print(f"wrote {path}: decodes these tokens")
+    print(f'train on them with: python train_gpt2.py -i "{args.output / train}" -j "{args.output / val}"')
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise full_disk_or_denied(error, folder, "making the folder") from error
+
+
+# --- where documents come from
+
+
+def download(url: str, path: Path) -> Path:
+    """Fetch `url` to `path` unless it is there. Raises UserError saying what to fetch by hand."""
+    if path.exists():
+        print(f"found {path}, not downloading it again")
+        return path
+    make_folder(path.parent)
+    part = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=SILENCE_S) as response, open(part, "wb") as file:
+            size = int(response.headers.get("Content-Length") or 0)
+            with tqdm(total=size or None, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
+                while block := response.read(1 << 20):
+                    file.write(block)
+                    bar.update(len(block))
+        if size and part.stat().st_size != size:
+            raise OSError(f"the connection closed after {part.stat().st_size} of {size} bytes")
+        os.replace(part, path)
+    except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot download {url} ({error}); download it by hand and run again with --input and its path") from error
+    return path
+
+
+def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
+    """The files meant by paths of files and folders; a folder stands for all files in it with these suffixes, sorted."""
+    suffixes, files = tuple(suffixes), []
+    for path in given:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
+            if not found:
+                raise UserError(f"--input {path}: no {' or '.join(suffixes)} file in this folder; check the path")
+            files += found
+        elif not path.exists():
+            raise UserError(f"--input {path}: no such file or folder; check the path")
+        elif not path.name.endswith(suffixes):
+            raise UserError(f"--input {path}: expected a {' or '.join(suffixes)} file; convert it, or give another")
+        else:
+            files.append(path)
+    return files
+
+
+def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[str]:
+    """The documents of .txt, .jsonl and .parquet files, one file after the other; `field` is where JSON or a table keeps the text."""
+    readers = {".txt": _txt_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
+    for path in files:
+        try:
+            yield from readers[path.suffix](path, field)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}); convert it") from error
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+
+
+def read_text(path: Path) -> str:
+    """All of a text file; bytes that are not UTF-8 become U+FFFD. Raises UserError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+
+
+def _txt_documents(path: Path, field: str) -> Iterator[str]:
+    with open(path, encoding="utf-8") as file:
+        rest = ""
+        while block := file.read(PIECE_CHARS):
+            rest += block
+            if len(rest) > PIECE_CHARS:
+                cut = _cut_place(rest)
+                yield rest[:cut]
+                rest = rest[cut:]
+        if rest:
+            yield rest
+
+
+def _cut_place(text: str) -> int:
+    """Where to end a document within PIECE_CHARS: after a blank line if the second half has one, else a line, a word, or anywhere."""
+    for mark in ("\n\n", "\n", " "):
+        place = text.rfind(mark, PIECE_CHARS // 2, PIECE_CHARS)
+        if place >= 0:
+            return place + len(mark)
+    return PIECE_CHARS
+
+
+def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
+    for place, record in read_jsonl(path):
+        yield text_field(record, field, place, NAME_THE_FIELD)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    """("file:line", value) of every line that is not blank. Raises UserError for one that is not JSON."""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number} is not JSON ({error.msg} at column {error.colno}); mend or remove this line") from error
+
+
+def text_field(record, field: str, place: str, remedy: str = "mend the file") -> str:
+    """record[field], a string. Raises UserError, with `place` and what to do, for anything else."""
+    if not isinstance(record, dict) or field not in record:
+        found = f"the fields {', '.join(map(str, record))}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise UserError(f'{place} has no field "{field}" but {found}; {remedy}')
+    if not isinstance(record[field], str):
+        raise UserError(f'{place}: field "{field}" holds a {type(record[field]).__name__}, expected text; mend the file')
+    return record[field]
+
+
+def need_pyarrow():
+    """The module pyarrow.parquet. Raises UserError if it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("reading .parquet files needs pyarrow; pip install pyarrow") from error
+    return pyarrow.parquet
+
+
+def _parquet_documents(path: Path, field: str) -> Iterator[str]:
+    from pyarrow import ArrowInvalid
+
+    try:
+        table = need_pyarrow().ParquetFile(path)
+    except ArrowInvalid as error:
+        raise UserError(f"{path} is not a parquet file, or only part of one; download or copy it again") from error
+    with table:
+        if field not in table.schema_arrow.names:
+            raise UserError(f'{path} has no column "{field}" but {", ".join(table.schema_arrow.names)}; {NAME_THE_FIELD}')
+        row = 0
+        for batch in table.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                yield text_field({field: text}, field, f"{path}, row {row}")
+                row += 1
+
+
+def fingerprint(facts: Iterable) -> str:
+    """A short name for what a corpus is made from, so that another corpus is not mistaken for its continuation."""
+    return hashlib.sha256(repr(list(facts)).encode()).hexdigest()[:16]
+
+
+def file_facts(files: Iterable[Path]) -> list[tuple]:
+    """(name, bytes, time of last change) of local files."""
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
+# --- from documents to tokens
+
+
+def encoded(documents: Iterable[str], encoder: Encoder, workers: int) -> Iterator[np.ndarray]:
+    """For each document, in order, the end-of-text token and its tokens, uint16.
+
+    Bounded memory: POOL_BATCHES batches at the start, and later 2*workers + 1, are in flight.
+    """
+    if workers == 1:
+        yield from (_encode(encoder, text) for text in documents)
+        return
+    source = batches(documents)
+    first = list(islice(source, POOL_BATCHES))
+    if len(first) == POOL_BATCHES:
+        yield from _encoded_by_pool(chain(first, source), encoder, workers)
+    else:
+        yield from (_encode(encoder, text) for batch in first for text in batch)
+
+
+def _encoded_by_pool(source: Iterable[list[str]], encoder: Encoder, workers: int) -> Iterator[np.ndarray]:
+    # spawn, not fork: the same on every system, and tqdm's thread cannot be caught holding a lock
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(encoder,))
+    pending = deque()
+    try:
+        for batch in source:
+            pending.append(pool.submit(_encode_batch, batch))
+            if len(pending) > 2 * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError("an encoding process ended by itself, perhaps for want of memory; run again with fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in lists of about BATCH_CHARS characters."""
+    batch, size = [], 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the parent's to answer
+    _worker_encoder = encoder
+
+
+def _encode_batch(texts: list[str]) -> list[np.ndarray]:
+    return [_encode(_worker_encoder, text) for text in texts]
+
+
+def _encode(encoder: Encoder, text: str) -> np.ndarray:
+    ids = encoder.encode(text)
+    tokens = np.empty(1 + len(ids), dtype=np.uint16)
+    tokens[0], tokens[1:] = encoder.end_of_text, ids
+    return tokens
+
+
+# --- from tokens to shards
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """One stream of documents and the shards it goes to."""
+
+    name: str  # of the progress file: NAME.progress.json
+    documents: Callable[[], Iterator[str]]  # the same documents in the same order at every call
+    source: str  # fingerprint of what they come from
+    file_name: Callable[[int], str]  # of the n-th shard, n from 0
+    shard_tokens: int
+    if_empty: str = "check --input"  # what to do when there is no document at all
+
+
+def numbered(prefix: str) -> Callable[[int], str]:
+    """File names prefix_000000.bin, prefix_000001.bin, ..."""
+    return lambda number: f"{prefix}_{number:06d}.bin"
+
+
+def one_file(prefix: str) -> Callable[[int], str]:
+    """File names prefix.bin and, where one shard is not enough, prefix_000001.bin, ..."""
+    return lambda number: f"{prefix}_{number:06d}.bin" if number else f"{prefix}.bin"
+
+
+def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argparse.Namespace, name: str, file_name) -> None:
+    """Write a corpus as two, by document: of N, number N/2, N/2 + N, ... are for validation, so it is spread over the whole.
+
+    N is --val-every, where there is that option. file_name is `numbered` or `one_file`; the rest is as for Corpus.
+    """
+    encoder, every = start(args), getattr(args, "val_every", VAL_EVERY)
+    if_empty = f"1 document in {every} is for validation, number {every // 2} the first, so give more text"
+
+    def part(validation: bool) -> Iterator[str]:
+        return (text for number, text in enumerate(documents()) if (number % every == every // 2) == validation)
+
+    for split, validation in (("val", True), ("train", False)):
+        prefix = f"{name}_{split}"
+        corpus = Corpus(prefix, partial(part, validation), source, file_name(prefix), args.shard_tokens, if_empty)
+        write_corpus(corpus, args.output, encoder, args.workers)
+    finish(args, encoder, f"{name}_train*.bin", f"{name}_val*.bin")
+
+
+def write_corpus(corpus: Corpus, folder: Path, encoder: Encoder, workers: int) -> list[Path]:
+    """Write the shards that are not there yet; returns the paths of all. Raises UserError."""
+    progress = Progress.load(corpus, folder, encoder)
+    for shard in progress.shards:
+        print(f"found {folder / shard['file']}: {shard['tokens']:,} tokens")
+    if not progress.finished:
+        _write_rest(corpus, folder, encoder, workers, progress)
+    if not progress.shards:
+        raise UserError(f"there are no documents for {folder / corpus.file_name(0)}; {corpus.if_empty}")
+    return [folder / shard["file"] for shard in progress.shards]
+
+
+def _write_rest(corpus: Corpus, folder: Path, encoder: Encoder, workers: int, progress: "Progress") -> None:
+    """Encode from where the last finished shard ends, cutting the stream of tokens every shard_tokens."""
+    number, at = progress.end  # document, and the token in it, that comes next
+    documents = islice(corpus.documents(), number, None)
+    spool = Spool(folder, corpus.shard_tokens)
+    with tqdm(desc=corpus.name, unit="tok", unit_scale=True, disable=None) as bar:
+        for tokens in encoded(documents, encoder, workers):
+            while at < len(tokens):
+                taken = spool.take(tokens[at:])
+                at += taken
+                bar.update(taken)
+                if spool.full:
+                    progress.add(spool, number, at)
+            number, at = number + 1, 0
+    if spool.count:
+        progress.add(spool, number, at)
+    if progress.shards:
+        progress.finish()
+
+
+class Spool:
+    """The tokens of the shard being made: in a file without a name, so memory stays small and a killed run leaves nothing."""
+
+    def __init__(self, folder: Path, capacity: int):
+        self.folder, self.capacity, self.count = folder, capacity, 0
+        self._file = tempfile.TemporaryFile(dir=folder)
+
+    @property
+    def full(self) -> bool:
+        return self.count == self.capacity
+
+    def take(self, tokens: np.ndarray) -> int:
+        """Append as many tokens as still fit; returns how many."""
+        tokens = tokens[: self.capacity - self.count]
+        try:
+            self._file.write(tokens.astype("<u2"))
+        except OSError as error:
+            raise full_disk_or_denied(error, self.folder, "writing the tokens") from error
+        self.count += len(tokens)
+        return len(tokens)
+
+    def write_shard(self, path: Path) -> None:
+        """Make a shard of what was taken, and start empty again."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise full_disk_or_denied(error, path, "writing the tokens") from error
+        write_shard(path, np.memmap(self._file, dtype="<u2", mode="r", shape=(self.count,)))
+        self._file.seek(0)
+        self._file.truncate()
+        self.count = 0
+
+
+class Progress:
+    """The shards of a corpus that are finished, and where in the corpus each ends; kept in NAME.progress.json beside them."""
+
+    def __init__(self, corpus: Corpus, folder: Path, encoder: Encoder):
+        self.corpus, self.folder = corpus, folder
+        self.path = folder / f"{corpus.name}.progress.json"
+        self.made_from = {"source": corpus.source, "encoder": encoder.name, "shard_tokens": corpus.shard_tokens}
+        self.shards, self.finished = [], False
+
+    @classmethod
+    def load(cls, corpus: Corpus, folder: Path, encoder: Encoder) -> "Progress":
+        """What an earlier run finished, up to the first shard that is missing or damaged."""
+        progress = cls(corpus, folder, encoder)
+        if not progress.path.exists():
+            return progress
+        try:
+            saved = json.loads(progress.path.read_text())
+            made_from, shards, finished = saved["made_from"], saved["shards"], saved["finished"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{progress.path} cannot be read ({error}); remove it to prepare this data from the start") from error
+        changed = [key for key, value in progress.made_from.items() if made_from.get(key) != value]
+        if changed:
+            differs = ", ".join(f"{key} was {made_from.get(key)} and is {progress.made_from[key]}" for key in changed)
+            raise UserError(
+                f"{folder} holds shards of {corpus.name} made otherwise ({differs}); remove them and {progress.path}, or give another --output"
+            )
+        whole = [_is_whole(folder, shard) for shard in shards]
+        good = whole.index(False) if False in whole else len(whole)
+        progress.shards, progress.finished = shards[:good], finished and good == len(shards)
+        return progress
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The document in which the last finished shard ends, and how many of its tokens, end-of-text included, are in shards."""
+        return (self.shards[-1]["document"], self.shards[-1]["token"]) if self.shards else (0, 0)
+
+    def add(self, spool: Spool, document: int, token: int) -> None:
+        """Finish a shard. The shard first, then the note: killed in between, a rerun writes the same shard again."""
+        path = self.folder / self.corpus.file_name(len(self.shards))
+        count = spool.count
+        spool.write_shard(path)
+        self.shards.append({"file": path.name, "tokens": count, "document": document, "token": token})
+        self._save()
+        tqdm.write(f"wrote {path}: {count:,} tokens")
+
+    def finish(self) -> None:
+        self.finished = True
+        self._save()
+
+    def _save(self) -> None:
+        content = {"made_from": self.made_from, "finished": self.finished, "shards": self.shards}
+        write_atomically(self.path, [json.dumps(content, indent=1).encode()], doing="writing the progress")
+
+
+def _is_whole(folder: Path, shard: dict) -> bool:
+    try:
+        return len(open_shard(folder / shard["file"])) == shard["tokens"]
+    except UserError:
+        return False

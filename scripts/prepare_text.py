@@ -1,0 +1,42 @@
+"""Any text of your own: .txt, .jsonl or .parquet files, or folders of them.
+
+    python scripts/prepare_text.py --input my_corpus/ --name mine
+    python scripts/prepare_text.py --input a.jsonl b.jsonl --jsonl-field body
+
+A line of .jsonl or a row of .parquet is a document; a .txt is cut at blank lines into documents of at most 16,384 characters.
+One document in 20 (--val-every) goes to validation. A killed run goes on when the same command is given again.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scripts import prepare
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = prepare.argument_parser(__doc__, "dev/data/text", shard_tokens=100_000_000, local=True)
+    parser.add_argument("--name", default="text", help="what the shards are called: NAME_train_000000.bin [%(default)s]")
+    parser.add_argument(
+        "--jsonl-field",
+        default="text",
+        metavar="NAME",
+        help="the field of .jsonl, or column of .parquet, that holds the text [%(default)s]",
+    )
+    parser.add_argument(
+        "--val-every",
+        type=prepare.positive,
+        default=prepare.VAL_EVERY,
+        metavar="N",
+        help="one document in N is for validation [%(default)s]",
+    )
+    args = parser.parse_args(argv)
+    files = prepare.input_files(args.input, [".txt", ".jsonl", ".parquet"])
+    if any(path.suffix == ".parquet" for path in files):
+        prepare.need_pyarrow()  # rather now than after an hour of the other files
+    source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every])
+    prepare.write_splits(lambda: prepare.read_documents(files, args.jsonl_field), source, args, args.name, prepare.numbered)
+
+
+if __name__ == "__main__":
+    prepare.run(main)

@@ -1,0 +1,81 @@
+"""TinyStories: 925 million tokens of short stories for small models, and 19 million for validation.
+
+    python scripts/prepare_tinystories.py
+
+Downloads 1.5 GB from Hugging Face. The first of its 50 files is validation, the stories of each file are shuffled, and the files are
+llm.c's (dev/data/tinystories.py), in a fixed order where that takes them as its processes finish. --input takes the
+TinyStories_all_data.tar.gz or the folder of its *.json files. To make a long run resumable give --shard-tokens 100000000.
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+import tarfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.data.shards import MAX_SHARD_TOKENS
+from llmc.errors import UserError, full_disk_or_denied
+from scripts import prepare
+
+URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """The *.json files of `archive` in `folder`, whatever folders they had inside; `folder` appears when all are out."""
+    if folder.exists():
+        print(f"found {folder}, not unpacking again")
+        return folder
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    prepare.make_folder(part)
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                if member.isfile() and member.name.endswith(".json"):
+                    with open(part / Path(member.name).name, "wb") as file:  # the last name only: a path in an archive may lead anywhere
+                        shutil.copyfileobj(tar.extractfile(member), file)
+    except (tarfile.TarError, EOFError) as error:
+        raise UserError(f"{archive} is not a whole .tar.gz ({error}); download it again") from error
+    except OSError as error:
+        raise full_disk_or_denied(error, folder, "unpacking") from error
+    os.rename(part, folder)
+    return folder
+
+
+def stories(files: list[Path]) -> Iterator[str]:
+    """The stories of all files, each file's shuffled with llm.c's seed. Holds one file (50 MB) in memory."""
+    for index, path in enumerate(files):
+        try:
+            records = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise UserError(f"{path} cannot be read as JSON ({error}); download the data again") from error
+        if not isinstance(records, list):
+            raise UserError(f"{path} holds a {type(records).__name__}, expected a list of stories; download the data again")
+        texts = [prepare.text_field(record, "story", f"{path}, story {number}").strip() for number, record in enumerate(records)]
+        random.Random(1337 + index).shuffle(texts)
+        yield from texts
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = prepare.argument_parser(__doc__, "dev/data/tinystories", shard_tokens=MAX_SHARD_TOKENS).parse_args(argv)
+    data = args.input or prepare.download(URL, args.output / "TinyStories_all_data.tar.gz")
+    if data.is_file():
+        data = unpack(data, args.output / "TinyStories_all_data")
+    files = prepare.input_files([data], [".json"])
+    if len(files) < 2:
+        raise UserError(f"{data} holds {len(files)} .json file; expected several, the first for validation: unpack the whole archive there")
+    encoder = prepare.start(args)
+    for split, part in (("val", files[:1]), ("train", files[1:])):
+        prefix, source = f"TinyStories_{split}", prepare.fingerprint(prepare.file_facts(part))
+        corpus = prepare.Corpus(prefix, partial(stories, part), source, prepare.one_file(prefix), args.shard_tokens)
+        prepare.write_corpus(corpus, args.output, encoder, args.workers)
+    prepare.finish(args, encoder, "TinyStories_train*.bin", "TinyStories_val*.bin")
+
+
+if __name__ == "__main__":
+    prepare.run(main)

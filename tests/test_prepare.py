@@ -1,0 +1,408 @@
+"""Prepared data is llm.c's, the same with any number of workers and after any kill; and what is wrong with an input is said."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.data.evals import read_eval_file
+from llmc.data.shards import open_shard
+from llmc.data.tokenizer import ByteEncoder, Tokenizer
+from llmc.errors import UserError
+from scripts import prepare, prepare_fineweb, prepare_hellaswag, prepare_stdlib, prepare_text, prepare_tinyshakespeare, prepare_tinystories
+
+REPO = Path(__file__).resolve().parent.parent
+EOT = 50256
+BYTES = ["--encoder", "bytes"]
+
+
+def text_of(*paths) -> list[str]:
+    """The documents in shards made of bytes: what stands behind each end-of-text token."""
+    tokens = np.concatenate([open_shard(path) for path in paths]).tolist()
+    table, documents = Tokenizer.from_bytes_only(), []
+    for token in tokens:
+        if token == EOT:
+            documents.append(b"")
+        else:
+            documents[-1] += table.decode([token])
+    return [document.decode() for document in documents]
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def some_documents(count=40, seed=0):
+    rng = random.Random(seed)
+    return ["".join(rng.choices("ab é\n", k=rng.randrange(60))) for _ in range(count)]
+
+
+def corpus(documents=lambda: iter(some_documents()), **changes):
+    return prepare.Corpus(
+        **{"name": "c", "documents": documents, "source": "s", "file_name": prepare.numbered("c"), "shard_tokens": 100} | changes
+    )
+
+
+# --- shards
+
+
+def test_shards_cut_the_stream_of_documents_every_shard_tokens(tmp_path):
+    paths = prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
+    sizes = [len(open_shard(path)) for path in paths]
+    assert sizes[:-1] == [100] * (len(sizes) - 1) and 0 < sizes[-1] <= 100 and len(sizes) > 5
+    assert [path.name for path in paths[:2]] == ["c_000000.bin", "c_000001.bin"]
+    assert text_of(*paths) == some_documents()
+
+
+def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch):
+    """Two processes, against none; batches made small, so that there are enough of them for a pool to start."""
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 20)
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        prepare.write_corpus(corpus(), tmp_path / str(workers), ByteEncoder(), workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+class Stop(Exception):
+    """Stands for a kill: nothing in the program catches it."""
+
+
+def stopping_after(count):
+    yield from some_documents()[:count]
+    raise Stop
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 20, 39, 40])
+def test_a_rerun_after_a_kill_gives_the_bytes_of_a_straight_run(tmp_path, count):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight.mkdir(), killed.mkdir()
+    prepare.write_corpus(corpus(), straight, ByteEncoder(), 1)
+    with pytest.raises(Stop):
+        prepare.write_corpus(corpus(documents=partial(stopping_after, count)), killed, ByteEncoder(), 1)
+    assert set(contents(killed)) <= set(contents(straight))
+    prepare.write_corpus(corpus(), killed, ByteEncoder(), 1)
+    assert contents(killed) == contents(straight)
+
+
+def test_finished_shards_are_not_encoded_again(tmp_path):
+    """Neither when all are there, nor, after a kill, those before it."""
+    encoded = []
+
+    class Watched(ByteEncoder):
+        def encode(self, text):
+            encoded.append(text)
+            return super().encode(text)
+
+    with pytest.raises(Stop):
+        prepare.write_corpus(corpus(partial(stopping_after, 20)), tmp_path, Watched(), 1)
+    encoded.clear()
+    prepare.write_corpus(corpus(), tmp_path, Watched(), 1)
+    assert 20 <= len(encoded) < 30  # documents 20 to 39, and those of the shard that was lost
+    encoded.clear()
+    prepare.write_corpus(corpus(), tmp_path, Watched(), 1)
+    assert encoded == []
+
+
+def test_a_sigkill_leaves_whole_shards_only_and_a_rerun_completes_them(tmp_path):
+    """A real process, killed by the system in the middle of a shard."""
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    killed.mkdir(), straight.mkdir()
+    program = f"""
+import os, signal, sys
+sys.path[:0] = [{str(REPO)!r}, {str(REPO / "tests")!r}]
+import test_prepare as t
+def documents():
+    yield from t.some_documents()[:25]
+    os.kill(os.getpid(), signal.SIGKILL)
+t.prepare.write_corpus(t.corpus(documents), t.Path({str(killed)!r}), t.ByteEncoder(), 1)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    shards = [name for name in contents(killed) if name.endswith(".bin")]
+    assert shards and all(len(open_shard(killed / name)) == 100 for name in shards)
+    for folder in (killed, straight):
+        prepare.write_corpus(corpus(), folder, ByteEncoder(), 1)
+    assert contents(killed) == contents(straight)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_shard_that_was_lost_is_made_again(tmp_path, damage):
+    paths = prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
+    before = contents(tmp_path)
+    paths[3].unlink() if damage == "missing" else paths[3].write_bytes(b"half")
+    prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("change", [{"source": "another"}, {"shard_tokens": 50}])
+def test_shards_of_another_corpus_are_not_continued(tmp_path, change):
+    prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
+    with pytest.raises(
+        UserError, match=f"{next(iter(change))} was .* and is .*remove them and .*c.progress.json, or give another --output"
+    ):
+        prepare.write_corpus(corpus(**change), tmp_path, ByteEncoder(), 1)
+
+
+def test_memory_is_bounded_by_the_batches_in_flight(tmp_path, monkeypatch):
+    """However long the corpus, documents are drawn only as far ahead of the tokens as the bound says."""
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 1)  # one document, one batch
+    drawn = 0
+
+    def endless():
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield "x"
+
+    ahead = []
+    for used, _ in zip(range(1, 200), prepare.encoded(endless(), ByteEncoder(), 2)):
+        ahead.append(drawn - used)
+    assert max(ahead) <= prepare.POOL_BATCHES + 2 * 2 + 1
+    drawn, stream = 0, prepare.encoded(endless(), ByteEncoder(), 1)
+    next(stream)
+    assert drawn == 1
+
+
+def test_a_dead_worker_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 1)
+    with pytest.raises(UserError, match="fewer --workers"):
+        list(prepare.encoded(["x"] * 40, Deadly(), 2))
+
+
+class Deadly(ByteEncoder):
+    def encode(self, text):
+        os._exit(1)
+
+
+# --- inputs
+
+
+def test_text_jsonl_and_parquet_become_documents(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {i}" for i in range(10)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("plain é")
+    (tmp_path / "in" / "b.jsonl").write_text("".join(json.dumps({"id": 1, "body": row}) + "\n" for row in rows) + "\n")
+    parquet.write_table(pyarrow.table({"body": rows, "n": range(10)}), tmp_path / "in" / "c.parquet", row_group_size=3)
+    prepare_text.main(
+        ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--jsonl-field", "body", "--val-every", "4", *BYTES]
+    )
+    every = ["plain é", *rows, *rows]
+    assert text_of(tmp_path / "out" / "text_val_000000.bin") == every[2::4]
+    assert text_of(tmp_path / "out" / "text_train_000000.bin") == [d for i, d in enumerate(every) if i % 4 != 2]
+    assert Tokenizer.read(tmp_path / "out" / "gpt2_tokenizer.bin").vocab_size == 50257
+
+
+def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
+    paragraphs = [f"Paragraph {i}.\n" + "word " * (i % 900) + "\n\n" for i in range(200)]
+    (tmp_path / "a.txt").write_text("".join(paragraphs))
+    documents = list(prepare.read_documents([tmp_path / "a.txt"]))
+    assert "".join(documents) == "".join(paragraphs)
+    assert len(documents) > 5 and all(d.endswith("\n\n") and len(d) <= prepare.PIECE_CHARS for d in documents)
+    (tmp_path / "b.txt").write_text("x" * 40_000)  # nowhere to cut
+    assert [len(d) for d in prepare.read_documents([tmp_path / "b.txt"])] == [16384, 16384, 40_000 - 2 * 16384]
+
+
+@pytest.mark.parametrize(
+    "name, raw, message",
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"body": "b", "n": 1}\n', 'a.jsonl:3 has no field "text" but the fields body, n; .*--jsonl-field'),
+        ("a.jsonl", b'{"text": 3}\n', 'a.jsonl:1: field "text" holds a int, expected text'),
+        ("a.jsonl", b"[1]\n", 'a.jsonl:1 has no field "text" but a list'),
+        ("a.txt", b"abc\xff", "a.txt is not UTF-8 text"),
+        ("a.txt", b"", "there are no documents for .*1 document in 20 is for validation, number 10 the first"),
+        ("a.doc", b"abc", "a.doc: expected a .txt or .jsonl or .parquet file"),
+    ],
+)
+def test_a_bad_input_is_named_with_its_place(tmp_path, name, raw, message):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(UserError, match=message):
+        prepare_text.main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out"), *BYTES])
+
+
+def test_bad_parquet_is_named(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match='a.parquet has no column "text" but body; .*--jsonl-field'):
+        list(prepare.read_documents([tmp_path / "a.parquet"]))
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match="b.parquet is not a parquet file, or only part of one"):
+        list(prepare.read_documents([tmp_path / "b.parquet"]))
+
+
+def test_missing_inputs_are_named(tmp_path):
+    with pytest.raises(UserError, match="--input .*gone: no such file or folder"):
+        prepare_text.main(["--input", str(tmp_path / "gone"), "--output", str(tmp_path / "out")])
+    with pytest.raises(UserError, match="no .parquet file in this folder"):
+        prepare.input_files([tmp_path], [".parquet"])
+
+
+def test_without_pyarrow_it_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        prepare_fineweb.main(["--input", str(tmp_path)])
+
+
+def test_an_error_is_one_line_and_exit_code_2(tmp_path):
+    """As a program, from the repository root."""
+    command = [sys.executable, "scripts/prepare_text.py", "--input", str(tmp_path / "gone"), "--output", str(tmp_path / "out")]
+    ran = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: --input ") and ran.stderr.count("\n") == 1
+
+
+def test_downloads_appear_whole_and_only_once(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    source.write_bytes(b"x" * 3_000_000)
+    assert prepare.download(source.as_uri(), target) == target
+    assert target.read_bytes() == source.read_bytes() and list(target.parent.iterdir()) == [target]
+    source.unlink()
+    assert prepare.download(source.as_uri(), target) == target
+    with pytest.raises(UserError, match="cannot download file:.*download it by hand and run again with --input"):
+        prepare.download(source.as_uri(), tmp_path / "other")
+    assert not (tmp_path / "other").exists() and not (tmp_path / "other.part").exists()
+
+
+# --- the corpora
+
+
+def test_tinyshakespeare_is_llmc_s(shared, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "tiktoken-cache"))
+    prepare_tinyshakespeare.main(["--input", str(shared / "data/tinyshakespeare/input.txt"), "--output", str(tmp_path)])
+    sha256 = {name: hashlib.sha256(raw).hexdigest() for name, raw in contents(tmp_path).items()}
+    assert set(sha256) == {"tiny_shakespeare_val.bin", "tiny_shakespeare_train.bin", "gpt2_tokenizer.bin"}
+    assert sha256["tiny_shakespeare_val.bin"] == "fe99db720dc7c83e694806d4e047a952909411da1daccde4ccc2e55f40882a62"
+    assert sha256["tiny_shakespeare_train.bin"] == "8a70606be574040c26d225694f5f9759973b419852d22f7fe5c118e1b359dcc8"
+
+
+def test_without_bpe_files_bytes_stand_in(tmp_path, monkeypatch, capsys):
+    def unavailable():
+        raise UserError("no BPE")
+
+    monkeypatch.setattr("llmc.data.tokenizer._tiktoken_gpt2", unavailable)
+    text = "\n\n".join(f"Speaker {i}:\n{'word ' * 30}" for i in range(300))
+    (tmp_path / "input.txt").write_text(text)
+    arguments = ["--input", str(tmp_path / "input.txt"), "--output", str(tmp_path / "out")]
+    prepare_tinyshakespeare.main(arguments)
+    assert "no BPE; until then: one token per byte" in capsys.readouterr().out
+    written = [tmp_path / "out" / f"tiny_shakespeare_{split}.bin" for split in ("val", "train")]
+    assert len(open_shard(written[0])) == 32768
+    assert "".join(text_of(*written)) == text
+    with pytest.raises(UserError, match="no BPE"):  # asked for by name, it is not replaced
+        prepare_tinyshakespeare.main([*arguments, "--encoder", "gpt2"])
+
+
+def test_a_short_text_is_not_tinyshakespeare(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(UserError, match="gives 6 tokens and validation alone takes 32768"):
+        prepare_tinyshakespeare.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), *BYTES])
+
+
+def test_stdlib_takes_sources_in_order_without_tests_and_installed_packages(tmp_path):
+    folder = tmp_path / "lib"
+    wanted = [f"{chr(97 + i)}.py" for i in range(12)] + ["pkg/__init__.py", "unittest/case.py"]
+    unwanted = ["test/t.py", "pkg/tests/t.py", "site-packages/x/y.py", "_sysconfigdata_x.py", "config-3/python-config.py", "a.txt"]
+    for name in wanted + unwanted:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+    (folder / "empty.py").touch()
+    for out in ("1", "2"):
+        prepare_stdlib.main(["--input", str(folder), "--output", str(tmp_path / out), *BYTES])
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    texts = [f"# {name}\n" for name in wanted]
+    assert text_of(tmp_path / "1" / "stdlib_val.bin") == texts[10:11]
+    assert text_of(tmp_path / "1" / "stdlib_train.bin") == texts[:10] + texts[11:]
+
+
+def test_this_python_s_own_library_is_found():
+    import sysconfig
+
+    files = prepare_stdlib.source_files(Path(sysconfig.get_path("stdlib")))
+    assert len(files) > 300 and {"argparse.py", "decoder.py"} <= {path.name for path in files}
+    with pytest.raises(UserError, match="holds no ..py files"):
+        prepare_stdlib.source_files(REPO / "tests" / "golden")
+
+
+def test_tinystories_first_file_is_validation_and_files_are_shuffled_as_llmc_s(tmp_path):
+    (tmp_path / "in").mkdir()
+    told = {f"data{i:02d}.json": [{"story": f" story {i}.{j}\n", "summary": ""} for j in range(9)] for i in range(3)}
+    with tarfile.open(tmp_path / "all.tar.gz", "w:gz") as tar:
+        for name, records in told.items():
+            (tmp_path / "in" / name).write_text(json.dumps(records))
+            tar.add(tmp_path / "in" / name, f"./inside/{name}")
+    for given, out in ((tmp_path / "in", "1"), (tmp_path / "all.tar.gz", "2")):
+        prepare_tinystories.main(["--input", str(given), "--output", str(tmp_path / out), *BYTES])
+    expected = []
+    for index, i in ((0, 0), (0, 1), (1, 2)):  # the count starts again with the training files
+        texts = [f"story {i}.{j}" for j in range(9)]
+        random.Random(1337 + index).shuffle(texts)
+        expected += texts
+    for out in ("1", "2"):
+        assert text_of(tmp_path / out / "TinyStories_val.bin") == expected[:9]
+        assert text_of(tmp_path / out / "TinyStories_train.bin") == expected[9:]
+
+
+def test_fineweb_downloads_in_turn_and_its_first_shard_is_validation(tmp_path, monkeypatch):
+    """The site is a folder here; then the same files given by hand continue nothing, as all is done."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    site, repository = tmp_path / "site", "HuggingFaceFW/fineweb-edu"
+    files = site / f"datasets/{repository}/resolve/main/sample/10BT"
+    listing = site / f"api/datasets/{repository}/tree/main/sample/10BT"
+    files.mkdir(parents=True), listing.parent.mkdir(parents=True)
+    documents = some_documents()
+    for i in range(2):
+        parquet.write_table(pyarrow.table({"text": documents[20 * i : 20 * i + 20]}), files / f"00{i}.parquet")
+    entries = [{"type": "file", "path": f"sample/10BT/{p.name}", "size": p.stat().st_size} for p in files.iterdir()]
+    listing.write_text(json.dumps([*entries, {"type": "file", "path": "sample/10BT/x.md", "size": 1}]))
+    monkeypatch.setattr(prepare_fineweb, "SITE", site.as_uri())
+    monkeypatch.chdir(tmp_path)
+    prepare_fineweb.main(["--edu", "--shard-tokens", "500", *BYTES])
+    out = tmp_path / "dev/data/edu_fineweb10B"
+    names = sorted(path.name for path in out.glob("*fineweb*.bin"))
+    assert names[:2] == ["edu_fineweb_train_000001.bin", "edu_fineweb_train_000002.bin"] and names[-1] == "edu_fineweb_val_000000.bin"
+    assert text_of(out / names[-1], *(out / name for name in names[:-1])) == documents
+    before = contents(out / "parquet")
+    prepare_fineweb.main(["--edu", "--shard-tokens", "500", "--input", "dev/data/edu_fineweb10B/parquet", *BYTES])
+    assert set(before) == {"000.parquet", "001.parquet"}
+
+
+def test_hellaswag_is_rendered_as_llmc_s(tmp_path, shared, monkeypatch):
+    """The context's tokens; each ending behind a space, encoded by itself."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "tiktoken-cache"))
+    line = {
+        "ind": 24,
+        "ctx": "A man is sitting on a roof. he",
+        "label": 3,
+        "endings": ["is using wrap.", "is ripping tiles.", "holds a cube.", "starts."],
+    }
+    (tmp_path / "h.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"label": 0}) + "\n")
+    prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out")])
+    first, second = read_eval_file(tmp_path / "out" / "hellaswag_val.bin")
+    assert (first.label, second.label) == (3, 0)
+    table = Tokenizer.from_gpt2()
+    assert first.context.tolist() == [32, 582, 318, 5586, 319, 257, 9753, 13, 339]
+    assert [table.decode(completion).decode() for completion in first.completions] == [" " + ending for ending in line["endings"]]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"label": None}, 'h.jsonl:1: "label" is None, expected a number from 0 to 3; the test split has none'),
+        ({"endings": ["a"]}, 'h.jsonl:1: expected "endings", a list of 4 texts'),
+        ({"ctx": 7}, 'h.jsonl:1: field "ctx" holds a int'),
+    ],
+)
+def test_a_bad_question_is_named(tmp_path, change, message):
+    line = {"ctx": "a", "label": 0, "endings": ["a", "b", "c", "d"]} | change
+    (tmp_path / "h.jsonl").write_text(json.dumps(line))
+    with pytest.raises(UserError, match=message):
+        prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
