@@ -53,7 +53,6 @@ def round_to_bf16(out, values, noise, work):
     out     bf16, values fp32 contiguous, of the same shape; noise int32 from noise_2d, destroyed; work int32 contiguous
     Adding 0xFFFF - threshold carries into the upper half exactly when the lower half exceeds the threshold.
     """
-    noise.bitwise_or_(-65536)  # threshold - 65536, so subtracting it adds 65536 - threshold
-    torch.sub(values.view(torch.int32), noise, out=work).sub_(1)
-    upper_half = work.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little-endian
-    out.view(torch.int16).copy_(upper_half)
+    noise.bitwise_or_(-65536).bitwise_not_()  # 0xFFFF - threshold
+    torch.add(values.view(torch.int32), noise, out=work)
+    out.view(torch.int16).copy_(work.bitwise_right_shift_(16))

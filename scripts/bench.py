@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""A training step here against plain PyTorch, in one run, the two in turn.
+
+    python scripts/bench.py -e d12 -b 4 -t 64                      time, fp32 and bf16
+    python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each as a process of its own
+
+Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share of this machine's matmul
+rate, measured in the same run, the step's matmuls come to.
+"""
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from llmc.backend import measure_matmul_tflops, open_backend
+from llmc.config import config_from_descriptor
+from llmc.gpt2 import GPT2
+from llmc.logger import Logger, format_step_line
+from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.plan import MIB, Plan, PlanOptions
+from scripts.bench_pytorch import PyTorchTrainer
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-e", "--model", default="d12", help="model descriptor [d12]")
+    parser.add_argument("-b", "--batch-size", type=int, default=4, help="sequences [4]")
+    parser.add_argument("-t", "--sequence-length", type=int, default=64, help="tokens per sequence [64]")
+    parser.add_argument("-r", "--recompute", type=int, default=0, choices=list(NOT_KEPT), help="recompute level [0, which stores everything, as PyTorch does]")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both", help="[both]")
+    parser.add_argument("--steps", type=int, default=11, help="timed steps of each [11]")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
+    parser.add_argument("--memory", action="store_true", help="compare peak memory instead of time")
+    parser.add_argument("--only", choices=("ours", "pytorch"), help="run three steps of one side and print its peak memory")
+    args = parser.parse_args()
+    backend = open_backend(args.device, 0, True)
+    precisions = ("fp32", "bf16") if args.precision == "both" else (args.precision,)
+    print(f"{args.model} -b {args.batch_size} -t {args.sequence_length} -r {args.recompute} on {backend.name}, torch {torch.__version__}")
+    for precision in precisions:
+        if args.only:
+            print(peak_memory(args, backend, precision))
+        elif args.memory:
+            compare_memory(precision)
+        else:
+            compare_time(args, backend, precision)
+            if backend.kind == "cpu":
+                measure_host_side(args, backend, precision)
+
+
+class OurTrainer:
+    """One training step of ours, bf16 with fp32 master weights."""
+
+    def __init__(self, args, config, precision, backend):
+        options = PlanOptions(config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind)
+        self.model = GPT2(Plan(options), backend.device)
+        self.model.init_random()
+        self.steps = 0
+
+    def step(self, inputs, targets) -> float:
+        self.steps += 1
+        self.model.forward(inputs)
+        self.model.backward(targets)
+        norm, loss = self.model.grad_norm(), self.model.mean_loss()
+        self.model.update(1e-4, 0.1, self.steps, norm)
+        return loss
+
+
+def random_batch(args, config, device):
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, config.vocab_size, (2, args.batch_size, args.sequence_length)))
+    return tokens.to(device)
+
+
+def compare_time(args, backend, precision):
+    config = config_from_descriptor(args.model)
+    trainers = {"ours": OurTrainer(args, config, precision, backend), "pytorch": PyTorchTrainer(config, precision, backend.device)}
+    inputs, targets = random_batch(args, config, backend.device)
+    times = {name: [] for name in trainers}
+    peak = 0.0
+    for round_ in range(args.steps + 2):  # two rounds to warm up
+        peak = max(peak, measure_matmul_tflops(backend, precision, seconds=0.1))
+        for name, trainer in trainers.items():
+            backend.synchronize()
+            start = time.perf_counter()
+            trainer.step(inputs, targets)
+            backend.synchronize()
+            if round_ >= 2:
+                times[name].append(time.perf_counter() - start)
+    tokens = args.batch_size * args.sequence_length
+    # matmuls only: what the peak was measured with. 6 FLOPs per weight that multiplies, forward and backward
+    C, L = config.channels, config.num_layers
+    flops = 6 * tokens * (12 * C * C * L + config.padded_vocab_size * C)
+    ours, pytorch = (statistics.median(times[name]) for name in ("ours", "pytorch"))
+    ratios = [a / b for a, b in zip(times["ours"], times["pytorch"])]
+    print(f"{precision}: ours {ours * 1e3:.0f} ms, pytorch{' autocast' if precision == 'bf16' else ''} {pytorch * 1e3:.0f} ms, "
+          f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), {args.steps} steps each")  # fmt: skip
+    print(f"{precision}: ours {tokens / ours:.0f} tok/s, matmuls at {flops / ours / peak / 1e12:.0%} of the measured {peak:.2f} TFLOP/s "
+          f"(floor {flops / peak / 1e9:.0f} ms); pytorch {tokens / pytorch:.0f} tok/s, {flops / pytorch / peak / 1e12:.0%}")  # fmt: skip
+
+
+def measure_host_side(args, backend, precision):
+    """What the loader and the log cost per step, measured apart: too little to see in a step's time."""
+    import tempfile
+
+    from llmc.data.shards import TokenLoader, write_shard
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "tokens.bin")
+        write_shard(path, np.random.default_rng(0).integers(0, 50257, 4_000_000, dtype=np.uint16))
+        loader = TokenLoader(path, args.batch_size, args.sequence_length, shuffle=True, vocab_size=50257)
+        log = Logger(folder)
+        sink = open(os.devnull, "w")
+        start, n = time.perf_counter(), 500
+        for step in range(n):
+            loader.next_batch()
+            line = format_step_line(step, n, loss=1.0, loss_z=0.0, norm=1.0, norm_z=0.0, lr=1e-4, dt_ms=1.0, mfu=0.5, tokens_per_s=1.0)
+            print(line, file=sink, flush=True)
+            log.train(step, 1.0, 1e-4, 1.0)
+        per_step = (time.perf_counter() - start) / n
+        log.close()
+    print(f"{precision}: loader and log {per_step * 1e6:.0f} us a step")
+
+
+def peak_memory(args, backend, precision) -> str:
+    config = config_from_descriptor(args.model)
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    trainer = OurTrainer(args, config, precision, backend) if args.only == "ours" else PyTorchTrainer(config, precision, backend.device)
+    inputs, targets = random_batch(args, config, backend.device)
+    for _ in range(3):
+        trainer.step(inputs, targets)
+    if backend.kind == "cuda":
+        return f"peak {torch.cuda.max_memory_reserved()} bytes"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    planned = f", planned {trainer.model.plan.total_bytes // MIB} MiB" if args.only == "ours" else ""
+    print(f"  {args.only}: {(peak - base) // MIB} MiB over the {base // MIB} MiB of python and torch{planned}")
+    return f"peak {peak} bytes"
+
+
+def compare_memory(precision):
+    """Each side in a process of its own, so that neither's peak hides in the other's."""
+    peaks = {}
+    for side in ("ours", "pytorch"):
+        arguments = [a for a in sys.argv[1:] if a != "--memory"]
+        command = [sys.executable, __file__, *arguments, "--precision", precision, "--only", side]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
+        peaks[side] = int(out.split()[-2])
+    print(f"{precision}: peak process memory ours {peaks['ours'] // MIB} MiB, pytorch {peaks['pytorch'] // MIB} MiB, ratio {peaks['ours'] / peaks['pytorch']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
