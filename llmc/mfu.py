@@ -55,12 +55,12 @@ PEAKS = {
     "RTX 5090": _tensor(680, 2407, HALF_RATE), "RTX 5090 D": (None, None), "RTX 5080": _tensor(336, 2617, HALF_RATE),
     "RTX 5070 Ti": _tensor(280, 2452, HALF_RATE), "RTX 5070": _tensor(192, 2512, HALF_RATE), "RTX 5060 Ti": _tensor(144, 2572, HALF_RATE),
     "RTX 5060": _tensor(120, 2497, HALF_RATE), "RTX 5050": _tensor(80, 2572, HALF_RATE),
-    # workstation cards that llm.c lists, at its figures so that both print the same MFU. It takes the GeForce rate for them, which is
-    # half of what their datasheets say; no driver reports the names in ADA, the real ones follow below
-    "RTX A2000": _tensor(104, 1200, HALF_RATE), "RTX A4000": _tensor(192, 1560, HALF_RATE), "RTX A4500": _tensor(224, 1650, HALF_RATE),
-    "RTX A5000": _tensor(256, 1695, HALF_RATE), "RTX A5500": _tensor(320, 1770, HALF_RATE), "RTX A6000": _tensor(336, 1800, HALF_RATE),
-    "RTX A2000 ADA": _tensor(88, 2130, HALF_RATE), "RTX A4000 ADA": _tensor(192, 2175, HALF_RATE), "RTX A4500 ADA": _tensor(224, 2580, HALF_RATE),
-    "RTX A5000 ADA": _tensor(400, 2550, HALF_RATE), "RTX A5880 ADA": _tensor(440, 2460, HALF_RATE), "RTX A6000 ADA": _tensor(568, 2505, HALF_RATE),
+    # workstation cards that llm.c lists, the ADA ones under names that no driver reports (the real ones follow below). llm.c takes the
+    # GeForce rate for them, half of their datasheets' figure, and so prints twice the utilization
+    "RTX A2000": _tensor(104, 1200, FULL_RATE), "RTX A4000": _tensor(192, 1560, FULL_RATE), "RTX A4500": _tensor(224, 1650, FULL_RATE),
+    "RTX A5000": _tensor(256, 1695, FULL_RATE), "RTX A5500": _tensor(320, 1770, FULL_RATE), "RTX A6000": _tensor(336, 1800, FULL_RATE),
+    "RTX A2000 ADA": _tensor(88, 2130, FULL_RATE), "RTX A4000 ADA": _tensor(192, 2175, FULL_RATE), "RTX A4500 ADA": _tensor(224, 2580, FULL_RATE),
+    "RTX A5000 ADA": _tensor(400, 2550, FULL_RATE), "RTX A5880 ADA": _tensor(440, 2460, FULL_RATE), "RTX A6000 ADA": _tensor(568, 2505, FULL_RATE),
     # workstation cards that it does not list
     "RTX A400": _tensor(24, 1762, FULL_RATE), "RTX A1000": _tensor(72, 1462, FULL_RATE),
     "RTX 2000 Ada": _tensor(88, 2130, FULL_RATE), "RTX 4000 Ada": _tensor(192, 2175, FULL_RATE), "RTX 4000 SFF Ada": _tensor(192, 1560, FULL_RATE),

@@ -13,3 +13,15 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no reference material at {SHARED}")
     return SHARED
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu are skipped, with the reason, where there is no CUDA device."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

@@ -45,7 +45,10 @@ UNKNOWN = (
 
 @pytest.mark.parametrize("name", LLMC)
 def test_peaks_agree_with_llmc_s_table(name):
-    assert (promised_tflops(name, "bf16"), promised_tflops(name, "fp32")) == pytest.approx(LLMC[name], rel=0.02)
+    # but for the RTX A workstation cards, where llm.c takes the GeForce rate, half of the datasheet's (A6000: 154.8 TFLOP/s dense)
+    factor = 2 if name.startswith("NVIDIA RTX A") else 1
+    expected = [factor * tflops for tflops in LLMC[name]]
+    assert [promised_tflops(name, "bf16"), promised_tflops(name, "fp32")] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -55,7 +55,7 @@ def _heads(qkvr, NH):
 
 
 def _forward(q, k, v, *, causal):
-    if not q.is_cuda:
+    if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if q.dtype == torch.float32:  # flash attention has no fp32 form; this one is as frugal
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
@@ -68,7 +68,7 @@ def _forward(q, k, v, *, causal):
 
 def _backward(dout, q, k, v, out, lse):
     T = q.shape[2]
-    if not q.is_cuda:
+    if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
     if q.dtype == torch.float32:

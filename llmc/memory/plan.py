@@ -27,7 +27,7 @@ class Tuning:
     classifier_elements: int  # fp32 working copy of a few logits rows
     norm_elements: int  # fp32 working copies in layernorm
     update_elements: int  # elements of the arena the update handles at a time
-    lse_multiple: int  # CUDA's fp32 attention pads its row statistics
+    fp32_lse_multiple: int  # CUDA's fp32 attention pads its row statistics
 
 
 TUNING = {
@@ -158,7 +158,8 @@ def _activation_tensors(o: PlanOptions):
     C, Vp = sizes["C"], sizes["Vp"]
     rows = o.B * o.T
     sizes["R"] = head_chunk_rows(o)
-    sizes["Tp"] = -(-o.T // tuning.lse_multiple) * tuning.lse_multiple
+    lse_multiple = tuning.fp32_lse_multiple if o.precision == "fp32" else 1
+    sizes["Tp"] = -(-o.T // lse_multiple) * lse_multiple
     sizes["Rc"] = max(1, min(sizes["R"], tuning.classifier_elements // Vp))
     sizes["Rn"] = max(1, min(rows, tuning.norm_elements // C))
     sizes["G"] = max(1, min(o.sample_length, o.config.max_seq_len))

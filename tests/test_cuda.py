@@ -1,0 +1,110 @@
+"""On a CUDA device: llm.c's golden losses, the same bits at every -r and in every run, resume, memory as planned.
+
+Without one, only what can be known from shapes: that the CUDA attention operators accept the views the arenas give them.
+"""
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt2
+from case_a import write_case_a
+from llmc.config import ModelConfig, config_from_descriptor
+from llmc.gpt2 import GPT2
+from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
+from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.plan import Plan, PlanOptions
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)
+FLAGS = "-b 4 -t 32 -d 256 -l 3e-3 -u 3 -q 0.1 -c 0.1 -x 40 -v 0 -s 0 -f 0 --device cuda".split()
+
+gpu = pytest.mark.gpu
+precisions = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+
+
+@precisions
+def test_cuda_attention_accepts_the_arenas_views(precision):
+    """Shapes only, on the meta device: T = 33 shows the padding of fp32's row statistics."""
+    plan = Plan(PlanOptions(SMALL, 2, 33, precision=precision, device="cuda"))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    C, NH = SMALL.channels, SMALL.num_heads
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    qkvr, dqkvr, atty = empty(2, 33, 3 * C), empty(2, 33, 3 * C), empty(2, 33, C)
+    lse = empty(*plan.tensors["lse"].shape[1:], dtype=torch.float32)
+    attention_forward(atty, lse, qkvr, NH)
+    attention_backward(dqkvr, atty, qkvr, atty, lse, NH)
+    attention_one_row(empty(1, C), empty(1, 3 * C), empty(2, 16, C), 5, NH)
+
+
+@gpu
+@pytest.mark.parametrize("level", NOT_KEPT)
+def test_golden_losses_in_fp32(level, tmp_path, capsys):
+    case = write_case_a(tmp_path / "case")
+    files = ["-e", case / "model.bin", "-i", case / "train_*.bin", "-j", case / "val.bin", "-o", tmp_path / "out", "-r", level]
+    assert train_gpt2.main([*map(str, files), *FLAGS]) == 0
+    golden = [row["loss"] for row in map(json.loads, (GOLDEN / "train_A.jsonl").read_text().splitlines()) if "loss" in row]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
+    np.testing.assert_allclose(losses, golden, rtol=0, atol=2e-4)
+
+
+def gradients(config, precision, level, B, T, accumulation=1):
+    """Losses, gradients and weights of two steps, as bytes."""
+    model = GPT2(Plan(PlanOptions(config, B, T, precision=precision, recompute=level, device="cuda")), "cuda")
+    model.init_random()
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, accumulation, 2, B, T))
+    out = []
+    for step, batches in enumerate(tokens):
+        for micro_step, (inputs, targets) in enumerate(batches):
+            model.forward(inputs)
+            model.backward(targets, accumulation, micro_step)
+        out.append((model.mean_loss(accumulation), model.flat["gradients"].view(torch.uint8).cpu().numpy().tobytes()))
+        model.update(1e-3, 0.1, step + 1, model.grad_norm())
+    return out, model.flat["parameters"].view(torch.uint8).cpu().numpy().tobytes()
+
+
+@gpu
+@precisions
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_recompute_level_and_every_run_gives_the_same_bits(precision, accumulation):
+    torch.use_deterministic_algorithms(True)
+    baseline = gradients(SMALL, precision, 0, 4, 64, accumulation)
+    for level in (0, *NOT_KEPT):
+        assert gradients(SMALL, precision, level, 4, 64, accumulation) == baseline
+
+
+@gpu
+@precisions
+def test_resuming_gives_the_bytes_of_never_having_stopped(precision, tmp_path):
+    case = write_case_a(tmp_path / "case")
+    common = ["-e", "d6", "-i", f"{case}/train_*.bin", "-j", f"{case}/val.bin", "--precision", precision, "-n", "3",
+              "-b", "4", "-t", "32", "-v", "0", "-s", "0", "--device", "cuda"]  # fmt: skip
+    for folder, steps in (("straight", "6"), ("resumed", "3"), ("resumed", "6")):
+        assert train_gpt2.main([*common, "-o", str(tmp_path / folder), "-x", steps, "-k", "constant", "-y", "1"]) == 0
+    for name in ("model_00000006.bin", "state_00000006_00000.bin", "extra_00000006_00000.json"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+
+
+@gpu
+@pytest.mark.parametrize("level", NOT_KEPT)
+def test_allocated_memory_is_the_plan(level):
+    """The allocator's peak over a step, within 1% of the plan and 64 MiB for cuBLAS's own workspaces."""
+    plan = Plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=level, device="cuda"))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = GPT2(plan, "cuda")
+    model.init_random()
+    tokens = np.random.default_rng(0).integers(0, 50257, (2, 8, 1024))
+    for step in range(2):
+        model.forward(tokens[0])
+        model.backward(tokens[1])
+        model.update(1e-4, 0.1, step + 1, model.grad_norm())
+    peak = torch.cuda.max_memory_allocated() - before
+    assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + (64 << 20)
