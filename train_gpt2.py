@@ -9,6 +9,8 @@ layers        llmc/layers/: encoder layernorm matmul gelu attention residual fus
 memory        llmc/memory/: tables, recompute ladder, plan, arenas, report
 host side     llmc/: flags, data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
+import errno
+import io
 import os
 import shutil
 import sys
@@ -37,10 +39,14 @@ from llmc.rand import XorShift
 from llmc.schedulers import learning_rate
 
 SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
+LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
 
 
 def main(argv=None) -> int:
-    """Run the command line; the exit code: 0 done, 2 a sentence on what to change, 3 it does not fit in memory."""
+    """Run the command line; the exit code: 0 done, 1 nobody reads the output, 2 a sentence on what to change, 3 it does not
+    fit in memory, 130 Ctrl-C before the loop."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if closed; a path or sample that a terminal cannot show must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         settings = parse(sys.argv[1:] if argv is None else argv)
         if settings.help:
@@ -51,11 +57,22 @@ def main(argv=None) -> int:
             print(plan_table(planned_options(settings)))
         else:
             train(settings)
+        print(end="", flush=True)  # here, where a failure is ours to name
         return 0
     except (UserError, NotEnoughMemory) as error:
-        sys.stdout.flush()
+        print(end="", flush=True)
         print(f"error: {error}", file=sys.stderr)
         return 3 if isinstance(error, NotEnoughMemory) else 2
+    except KeyboardInterrupt:
+        print("interrupted before the first step; nothing was lost", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.filename or error.errno not in LOST_OUTPUT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+        if error.errno != errno.EPIPE:
+            print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
+        return 1
 
 
 # ----------------------------------------------------------------------------
@@ -188,9 +205,11 @@ def build(s: Settings) -> SimpleNamespace:
     if s.zero_stage == 1:
         print("with one process ZeRO has nothing to shard: -z 1 is the same as -z 0")
     if tokenizer is None and s.sample_every > 0:
-        print("no gpt2_tokenizer.bin here or beside the training data: samples are printed as token ids (python scripts/write_tokenizer.py makes one)")
+        print(f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids (python scripts/write_tokenizer.py makes one)")
     if s.sequence_length < config.max_seq_len:
         print(f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained")
+    if s.checkpoint_every > 0 and not s.output_dir:
+        print(f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them")
     if s.resume and model_source.resume_step is None:
         print(f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}")
 
@@ -231,7 +250,9 @@ def build_model(plan: Plan, backend, world: World, source):
 
     try:
         model = GPT2(plan, backend.device, world.rank)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the second is a CPU's
+            raise
         raise NotEnoughMemory(f"{backend.name} could not give the {plan.total_bytes // MIB} MiB of the plan; {fits}") from error
     if source.file is None:
         model.init_random()
@@ -291,13 +312,12 @@ def train(s: Settings):
     clock = StepClock(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
-        if not stop.requested:
-            if run.val_loader and (last or step % s.val_loss_every == 0):
-                validate(run, step, stop)
-            if run.eval_loader and (last or (step > 0 and s.val_loss_every > 0 and step % s.val_loss_every == 0)):
-                evaluate(run, step)
-            if s.sample_every > 0 and (last or (step > 0 and step % s.sample_every == 0)):
-                sample(run)
+        if not stop.requested and run.val_loader and (last or step % s.val_loss_every == 0):
+            validate(run, step, stop)
+        if not stop.requested and run.eval_loader and (last or (step > 0 and s.val_loss_every > 0 and step % s.val_loss_every == 0)):
+            evaluate(run, step)
+        if not stop.requested and s.sample_every > 0 and (last or (step > 0 and step % s.sample_every == 0)):
+            sample(run)
         if checkpoint_due(run, step, last, stop.requested):
             checkpoint(run, step)
         if last or stop.requested:
@@ -423,7 +443,7 @@ def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
 
 def checkpoint(run, step: int):
     """Write everything a resumed run needs to go on as if it had never stopped; delete what -nk no longer keeps."""
-    from llmc.checkpoint.snapshot import rotate, save_snapshot
+    from llmc.checkpoint.snapshot import save_snapshot
 
     s, world = run.settings, run.world
     extra = {"loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state()}
@@ -431,8 +451,16 @@ def checkpoint(run, step: int):
         s.output_dir, step, run.model, run.train_loader, extra, rank=world.rank, num_processes=world.num_processes,
         master_weights=bool(s.master_weights),
     )  # fmt: skip
+    delete_replaced(run, step)
+
+
+def delete_replaced(run, step: int):
+    """What -nk no longer keeps, now that the checkpoint of `step` is complete."""
+    from llmc.checkpoint.snapshot import rotate
+
+    s = run.settings
     if s.checkpoint_every > 0:
-        rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every, rank=world.rank)
+        rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every, rank=run.world.rank)
 
 
 def resume(run):
@@ -447,7 +475,10 @@ def resume(run):
     for name in ("loss_outliers", "norm_outliers"):
         if name in extra:  # not in a checkpoint that llm.c wrote
             getattr(run, name).restore(extra[name])
+    delete_replaced(run, run.resume_step)  # a crash can fall between a checkpoint and the deletion that follows it
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
+    if run.resume_step > run.max_steps:
+        print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
 
 
 def gpu_line(backend) -> str:

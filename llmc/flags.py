@@ -5,7 +5,7 @@ adds is long only. A repeated option: the last one wins. The environment is neve
 """
 from dataclasses import dataclass, make_dataclass
 from math import inf
-from re import fullmatch
+from re import compile, fullmatch
 
 from llmc.errors import UserError
 from llmc.memory.ladder import NOT_KEPT
@@ -24,6 +24,7 @@ class Flag:
     choices: tuple = ()
     pattern: str = ""
     at_least: int | None = None
+    at_most: int | None = None
     also: tuple = ()
     hint: str = ""
 
@@ -88,7 +89,7 @@ GROUPS = {
         Flag(("-k",), "lr-scheduler", str, "cosine", "NAME", "shape of the learning rate: cosine, linear, constant or wsd",
              choices=("cosine", "linear", "constant", "wsd")),
         Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
-        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps to rise to it from zero", at_least=0),
+        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps to rise to it from zero", at_least=0, at_most=2**31 - 1),
         Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay", at_least=0),
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
         Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up; 0 never skips", at_least=0),
@@ -130,7 +131,7 @@ GROUPS = {
         Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
         Flag((), "tokenizer", str, "", "FILE", "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
         Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
-        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0 takes all cores", at_least=0),
+        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0 takes all cores", at_least=0, at_most=1024),
         Flag((), "help", bool, False, "", "print this and exit"),
         Flag((), "version", bool, False, "", "print the version and exit"),
     ),
@@ -194,16 +195,17 @@ def refuse_unbuilt(settings: Settings) -> None:
 
 def format_help(width: int = 100) -> str:
     """The text of --help: the groups in two columns, `width` characters wide where there is room for them."""
-    from textwrap import fill
+    from textwrap import TextWrapper, fill
 
     lines = ["usage: python train_gpt2.py [-xx value | --long value | --switch] ...", "",
-             "Trains GPT-2 with llm.c's flags and files. Defaults in brackets; the last of repeated options wins."]  # fmt: skip
+             fill("Trains GPT-2 with llm.c's flags and files. Defaults in brackets; the last of repeated options wins.", max(width, 60))]  # fmt: skip
     column = 2 + max(len(_usage(flag)) for flag in FLAGS)
+    wrapper = TextWrapper(max(width, column + 24), initial_indent=" " * column, subsequent_indent=" " * column)
+    wrapper.wordsep_re = compile(r"(\s+)|(?<=/)")  # a long path breaks between its folders, not in a name
     for group, flags in GROUPS.items():
         lines += ["", group]
         for flag in flags:
-            text = f"{flag.help} {_shown_default(flag)}".rstrip()
-            text = fill(text, max(width, column + 24), initial_indent=" " * column, subsequent_indent=" " * column)
+            text = wrapper.fill(f"{flag.help} {_shown_default(flag)}".rstrip())
             lines.append(_usage(flag) + text[len(_usage(flag)) :])
     lines += ["", "examples"]
     for what, arguments in EXAMPLES:
@@ -254,6 +256,8 @@ def _value(flag: Flag, text: str | None):
         value = flag.kind(text)
     except ValueError:
         value = None
+    if value is not None and flag.at_most is not None and value > flag.at_most:
+        raise UserError(f"{flag.title} is {text}, but must be at most {flag.at_most}")
     if value is None or not _allowed(flag, value):
         raise UserError(f"{flag.title} is {text!r}, but must be {flag.expected}{hint}")
     return value

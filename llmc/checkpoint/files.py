@@ -90,6 +90,8 @@ def read_header(path, magic: int) -> np.ndarray:
     Raises UserError when the file is missing, unreadable, empty, shorter than a header, or of another kind.
     """
     expected = KINDS[magic].split(" (")[0]
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait, and it cannot be mapped
+        raise UserError(f"{path} cannot be read (it is a directory, a pipe or a device); expected {expected}, so pass the path of a file")
     try:
         with open(path, "rb") as file:
             raw = file.read(HEADER_BYTES)

@@ -187,7 +187,7 @@ def read_extra(path) -> dict:
             values = decode(json.loads(file.read()))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise damaged_extra(path, error) from None
     if not isinstance(values, dict):
         raise damaged_extra(path, f"it holds a {type(values).__name__}")

@@ -108,8 +108,9 @@ def prepare_folder(folder) -> None:
     One rank calls this before any rank writes a checkpoint. Raises UserError when the folder cannot be made or written.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; expected a folder to write checkpoints and the log to, so choose another name")
+    if os.path.lexists(folder) and not os.path.isdir(folder):  # unlike Path's, these never raise OSError
+        found = "a file" if os.path.exists(folder) else "a link to nowhere"
+        raise UserError(f"{folder} is {found}; expected a folder to write checkpoints and the log to, so choose another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix="writable_", suffix=".tmp") as file:

@@ -45,6 +45,8 @@ def find_shards(pattern: str, flag: str) -> list[str]:
     paths = sorted(path for path in glob.glob(pattern) if not os.path.isdir(path))
     if not paths and os.path.isfile(pattern):  # a name with a [ in it
         paths = [pattern]
+    if os.path.isdir(pattern):
+        raise UserError(f"{flag} {pattern}: that is a folder; name the shards in it, as in '{os.path.join(pattern, '*.bin')}'")
     if not paths:
         raise UserError(
             f"{flag} {pattern}: no such file; check the path or pattern, or make the default data with: python scripts/prepare_tinyshakespeare.py"

@@ -1,0 +1,590 @@
+"""Bad input gives one sentence on stderr and exit code 2 (3: it does not fit in memory), no traceback, and loses no file.
+
+A row of a table is a name, what is broken and the flags, and words that the sentence must hold: what is wrong, found in which place.
+"""
+import errno
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from case_a import CONFIG, header, write_case_a
+from conftest import REPO
+from test_loop import QUIET, inputs, losses, ran, run, tokenizer_bytes, words_of
+
+from llmc.checkpoint.store import find_last_step
+from llmc.memory.tables import num_parameters
+
+N = num_parameters(CONFIG)
+STEPS = "-b 4 -t 32 -x 2 -v 1 -m 1 -s 0"
+HUGE = 2**31 - 1
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    """Case A, a tokenizer, and log/: the checkpoints 2 and 4 of a run."""
+    folder = write_case_a(tmp_path_factory.mktemp("pristine"))
+    (folder / "tokenizer.bin").write_bytes(tokenizer_bytes([b"%d " % i for i in range(96)], 95))
+    ran(*inputs(folder), "-b 4 -t 32 -x 4 -n 2", QUIET, "-o", folder / "log")
+    return folder
+
+
+@pytest.fixture
+def case(pristine, tmp_path, monkeypatch) -> Path:
+    """A copy to break, and the current folder."""
+    def link(source, target):  # 6 MB for each of 500 tests otherwise; replace() and the program make new files, only the log is appended to
+        (shutil.copy if source.endswith("main.log") else os.link)(source, target)
+
+    folder = shutil.copytree(pristine, tmp_path / "case", copy_function=link)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every path below, and the bytes of what is a regular file and not very large."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() and os.access(p, os.R_OK) and p.stat().st_size < 1 << 24 else None
+            for p in sorted(folder.rglob("*"))}  # fmt: skip
+
+
+def refused(case: Path, argv, *words: str, code: int = 2, **options) -> str:
+    """The sentence of a run that must be refused: one line, with these words, and every file as it was."""
+    before = contents(case)
+    result = run(*argv, **options)
+    assert result.code == code, f"exit code {result.code}: {result.err or result.out[-300:]}"
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n"), result.err
+    for word in words:
+        assert word in result.err, f"{word!r} is not in {result.err!r}"
+    after = contents(case)
+    assert {name: after.get(name, "gone") for name in before if name != "log/main.log"} == {n: c for n, c in before.items() if n != "log/main.log"}
+    assert not [name for name in after if name.endswith(".tmp")]
+    return result.err
+
+
+def replace(path: Path, content: bytes) -> None:
+    """New bytes under a name, leaving what is linked to the old ones alone."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+def patched(raw: bytes, *values, at: int, form: str = "<i") -> bytes:
+    return raw[:at] + struct.pack(form, *values) + raw[at + struct.calcsize(form) :]
+
+
+def word(index: int, value: int):
+    """A break that sets one int32 of the header."""
+    return lambda raw: patched(raw, value, at=4 * index)
+
+
+def token(index: int, value: int):
+    return lambda raw: patched(raw, value, at=1024 + 2 * index, form="<H")
+
+
+def cut(n: int):
+    return lambda raw: raw[:n]
+
+
+def plus(extra: bytes):
+    return lambda raw: raw + extra
+
+
+# ----------------------------------------------------------------------------
+# damaged input files: name -> (file, break, words)
+
+EVAL = "-h 1 --hellaswag-data eval.bin"
+FILES = {  # file -> (what its sentences call it, the flags that read it)
+    "train_01.bin": ("a token shard", ""), "val.bin": ("a token shard", ""), "model.bin": ("a model file", ""),
+    "eval.bin": ("an evaluation file", EVAL), "tokenizer.bin": ("a tokenizer file", "-s 1 --tokenizer tokenizer.bin"),
+}  # fmt: skip
+
+EVERY_FILE = {
+    "empty": (lambda raw: b"", "is empty"),
+    "half a header": (cut(500), "has only 500 bytes"),
+    "no magic": (word(0, 0), "begins with the number 0"),
+    "text": (lambda raw: b"To be, or not to be" * 100, "begins with the number"),
+    "wrong version": (word(1, 99), "version 99"),
+    "negative version": (word(1, -1), "version -1"),
+    "llama 3 shard": (word(0, 20240801), "Llama-3 token shard"),
+    "another kind": (word(0, 20240327), "debug state"),
+    "header alone": (cut(1024), ""),
+    "truncated by one": (lambda raw: raw[:-1], ""),
+    "oversized by one": (plus(b"\0"), ""),
+    "oversized by two": (plus(b"\0\0"), ""),
+    "half": (lambda raw: raw[: len(raw) // 2], ""),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("fault", EVERY_FILE)
+def test_a_damaged_file_is_named(case, file, fault):
+    damage, words = EVERY_FILE[fault]
+    kind, flags = FILES[file]
+    replace(case / file, damage((case / file).read_bytes()))
+    named = kind if fault in ("empty", "half a header", "no magic", "text", "another kind") else ""
+    refused(case, [*inputs(case), STEPS, flags], file, words, named)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("what", ["missing", "directory", "link to nowhere", "link to itself", "pipe", "unreadable"])
+def test_a_file_that_is_not_one_is_named(case, file, what):
+    """A pipe would wait for ever, so it is not opened."""
+    path, flags = case / file, FILES[file][1]
+    path.unlink()
+    if what == "directory":
+        path.mkdir()
+    elif what.startswith("link"):
+        path.symlink_to(path if what == "link to itself" else "nowhere")
+    elif what == "pipe":
+        os.mkfifo(path)
+        filled = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # so that a program that does open it fails here, and does not wait
+        os.write(filled, b"x" * 2000)
+    elif what == "unreadable":
+        path.write_bytes(b"x" * 2000)
+        path.chmod(0)
+        if os.access(path, os.R_OK):
+            pytest.skip("root reads everything")
+    argv = [*inputs(case), "-i", path if file == "train_01.bin" else case / "train_*.bin", STEPS, flags]
+    refused(case, argv, file, "a directory, a pipe or a device" if what == "pipe" else "")
+
+
+@pytest.mark.parametrize("index", range(2, 8))
+@pytest.mark.parametrize("value", [0, -1, 10**6, HUGE, -HUGE - 1])
+def test_impossible_model_sizes_are_refused_before_anything_is_planned(case, index, value):
+    """Also with --plan: L = 10^6 layers or 2^31-1 channels are refused because the file is not that long."""
+    replace(case / "model.bin", word(index, value)((case / "model.bin").read_bytes()))
+    for plan in ("", "--plan"):
+        refused(case, [*inputs(case), STEPS, plan], "model.bin", "expected a positive number" if value <= 0 else "")
+
+
+BROKEN = {
+    # -- token shards
+    "shard: no tokens": ("train_01.bin", word(2, 0), "", "says it holds 0 tokens"),
+    "shard: negative": ("train_01.bin", word(2, -5), "", "says it holds -5 tokens"),
+    "shard: 2^31-1 tokens": ("val.bin", word(2, HUGE), "", "truncated by"),
+    "shard: smaller than a batch": ("train_01.bin", lambda raw: word(2, 128)(raw[: 1024 + 256]), "", "holds 128 tokens, and one batch takes 129"),
+    "val: smaller than a batch": ("val.bin", lambda raw: word(2, 5)(raw[: 1024 + 10]), "", "-j", "holds 5 tokens"),
+    "token 96 in training": ("train_01.bin", token(77, 96), "-x 70", "-i", "train_01.bin: token 96 at position 77 is outside the model's vocabulary of 96"),
+    "token 65535 in validation": ("val.bin", token(3, 65535), "", "-j", "val.bin: token 65535 at position 3"),
+    "token 96 in validation, used for -a": ("val.bin", token(0, 96), "-a 1 -v 0", "-j", "token 96 at position 0"),
+    # -- model
+    "model: version 1": ("model.bin", word(1, 1), "", "from before the vocabulary was padded"),
+    "model: heads do not divide": ("model.bin", word(5, 5), "", "64 channels, which 5 heads do not divide"),
+    "model: padded below the vocabulary": ("model.bin", word(7, 95), "", "pads a vocabulary of 96 to 95"),
+    "model: bf16 in an fp32 file": ("model.bin", word(1, 5), "", "oversized"),
+    "model: is a tokenizer": ("model.bin", lambda raw: tokenizer_bytes([b"x"], 0) + bytes(2000), "", "is a tokenizer file; expected a model file"),
+    # -- eval
+    "eval: no examples": ("eval.bin", word(2, 0), EVAL, "says it holds 0 examples"),
+    "eval: negative": ("eval.bin", word(2, -1), EVAL, "says it holds -1 examples"),
+    "eval: more than there are": ("eval.bin", word(2, 51), EVAL, "cut short in example 50 of 51"),
+    "eval: 2^31-1": ("eval.bin", word(2, HUGE), EVAL, "cut short in example 50"),
+    "eval: fewer than there are": ("eval.bin", word(2, 49), EVAL, "is too long"),
+    "eval: no delimiter": ("eval.bin", token(0, 5), EVAL, "damaged at example 0", "found delimiter 5"),
+    "eval: zero bytes long": ("eval.bin", token(1, 0), EVAL, "example 0"),
+    "eval: odd length": ("eval.bin", token(1, 3), EVAL, "example 0"),
+    "eval: longer than the file": ("eval.bin", token(1, 65535), EVAL, "cut short in example 0"),
+    "eval: wrong index": ("eval.bin", token(2, 7), EVAL, "index 7"),
+    "eval: label 4": ("eval.bin", token(3, 4), EVAL, "has label 4"),
+    "eval: 3 completions": ("eval.bin", token(4, 3), EVAL, "has 3 completions, expected 4"),
+    "eval: empty context": ("eval.bin", token(5, 0), EVAL, "empty or longer"),
+    "eval: context beyond the example": ("eval.bin", token(5, 60000), EVAL, "empty or longer"),
+    "eval: token 96": ("eval.bin", token(6, 96), EVAL, "example 0 has token 96, outside the model's vocabulary of 96"),
+    "eval: longer than T": ("eval.bin", plus(b""), EVAL + " -t 8", "takes", "a row has -t 8"),
+    # -- tokenizer
+    "tokenizer: a token of no bytes": ("tokenizer.bin", lambda raw: raw[:1024] + b"\0" + raw[1024:], "--tokenizer tokenizer.bin", "token 0 of 96 has no bytes"),
+    "tokenizer: 2^31-1 tokens": ("tokenizer.bin", word(2, HUGE), "--tokenizer tokenizer.bin", "token 96 of 2147483647"),
+    "tokenizer: no tokens": ("tokenizer.bin", word(2, 0), "--tokenizer tokenizer.bin", "of 0"),
+    "tokenizer: end of text outside": ("tokenizer.bin", word(3, 96), "--tokenizer tokenizer.bin", "end-of-text is token 96 of 96"),
+    "tokenizer: version 1 of another size": ("tokenizer.bin", word(1, 1), "--tokenizer tokenizer.bin", "version stands for GPT-2's 50257"),
+    "tokenizer: of another model": ("tokenizer.bin", lambda raw: tokenizer_bytes([b"x"] * 95, 94), "--tokenizer tokenizer.bin", "has 95 tokens and the model 96"),
+    "tokenizer: found by chance, damaged": ("gpt2_tokenizer.bin", lambda raw: header(20240328, 2, 96, 95) + b"\x05ab", "", "gpt2_tokenizer.bin", "cut short"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_field_is_named(case, name):
+    file, damage, flags, *words = BROKEN[name]
+    path = case / file
+    replace(path, damage(path.read_bytes() if path.exists() else b""))
+    refused(case, [*inputs(case), STEPS, flags], *words)
+
+
+# ----------------------------------------------------------------------------
+# flags: name -> (flags, words)
+
+FLAGS = {
+    "T above the model's": ("-t 65", "-t 65: the model knows 64 positions; use -t 64 or less"),
+    "g above the model's": ("-s 1 -g 65", "-g 65: the model knows 64 positions"),
+    "total batch does not divide": ("-d 200", "-d 200 is not a multiple of B*T*processes = 4*32*1 = 128; use -d 128 or 256"),
+    "total batch below one": ("-d 100", "use -d 128"),
+    "batch larger than every shard": ("-b 1000", "one batch takes 32001"),
+    "batch enormous": ("-b 1000000000000000000000", "one batch takes"),
+    "epoch shorter than a step": ("-x -1 -d 16384", "has 8333 tokens, less than one step of 16384"),
+    "no such file for -i": ("-i no_*.bin", "-i no_*.bin: no such file", "prepare_tinyshakespeare"),
+    "empty -i": ("--train-data=", "no such file"),
+    "-i is a folder": ("-i .", "-i .: that is a folder; name the shards in it, as in './*.bin'"),
+    "no such file for -j": ("-j no.bin", "-j no.bin: no such file"),
+    "no such hellaswag": ("-h 1", "hellaswag_val.bin does not exist"),
+    "no such tokenizer": ("--tokenizer no.bin", "no.bin does not exist"),
+    "no such model": ("-e no.bin", "-e no.bin: no such file", "-e d12"),
+    "no model and no data": ("-e no.bin -i no.bin", "neither a model no.bin (-e) nor training data no.bin (-i)"),
+    "-i is the tokenizer": ("-i tokenizer.bin", "is a tokenizer file; expected a token shard"),
+    "-i is the model": ("-i model.bin", "is a model file; expected a token shard"),
+    "-i matches the model too": ("-i *.bin", "expected a token shard"),
+    "-e is a shard": ("-e val.bin", "is a token shard; expected a model file"),
+    "-e is a state": ("-e log/state_00000002_00000.bin", "is a training state file; expected a model file"),
+    "unknown descriptor": ("-e d13", "-e d13: neither a .bin file nor a known model descriptor; expected d{6,12,"),
+    "unknown family": ("-e gpt4:d12", "-e gpt4:d12: neither"),
+    "descriptor llm.c refuses": ("-e gpt3:c5140", "5140 channels are not a multiple"),
+    "a file without .bin": ("-e log/main.log", "neither a .bin file"),
+    "empty -e": ("--model=", "neither a .bin file"),
+    "unknown scheduler": ("-k cos", "-k (--lr-scheduler) is 'cos', but must be cosine, linear, constant or wsd"),
+    "precision against the file": ("--precision bf16", "holds fp32 weights, but --precision bf16 was asked for"),
+    "resume without a folder": ("-y 1", "-y 1 resumes from the folder that -o names, and there is no -o"),
+    "ZeRO 2": ("-z 2", "-z 2: sharding gradients or weights is not built yet"),
+    "ZeRO 3": ("-z 3", "-z 3"),
+    "two processes": ("-pn 2", "-pn 2: training with several processes is not built yet"),
+    "rank 1 of 1": ("-pr 1", "-pr 1", "the only rank is 0"),
+    "GELU fusion": ("-ge 1", "-ge 1: GELU fusion is not built yet"),
+    "no such level": ("-r 9", "-r 9: no such recompute level; use one of 0, 1, 2"),
+    "no such level, planned": ("-r 9 --plan", "-r 9"),
+    "unknown flag": ("-lr 3e-4", "unknown flag -lr: did you mean -l?"),
+    "unknown long flag": ("--learning_rate 1", "unknown flag --learning_rate: did you mean --learning-rate?"),
+    "a flag glued to its value": ("-b=4", "unknown flag -b=4: did you mean -b?"),
+    "a value without a flag": ("stray", "unexpected 'stray' after -s (--sample-every)"),
+    "an expanded glob": ("-i train_01.bin train_02.bin", "put a pattern such as 'data/*.bin' in quotes"),
+    "a dash": ("-", "unexpected '-'"),
+    "two dashes": ("--", "unknown flag --"),
+    "a switch with a value": ("--plan=1", "--plan is a switch and takes no value"),
+    "the last value is missing": ("-b", "-b (--batch-size) needs a value, a whole number of 1 or more, but the command line ends there"),
+    "a value is missing": ("-o -y 1", "-o (--output-dir) needs a value, DIR, but the flag -y follows"),
+    "nan": ("-l nan", "-l (--learning-rate) is 'nan', but must be a number of 0 or more"),
+    "inf": ("-c inf", "-c (--weight-decay) is 'inf'"),
+    "too large for a float": ("-q 1e999", "-q (--final-lr-fraction) is '1e999'"),
+    "too many digits": ("-x " + "9" * 5000, "-x (--max-steps)"),
+    "warmup beyond all floats": ("-u 1" + "0" * 400, "must be at most 2147483647"),
+    "more threads than any machine": ("--threads 100000", "--threads is 100000, but must be at most 1024"),
+    "-v 0.5": ("-v 0.5", "-v (--val-loss-every) is '0.5'"),
+    "help is not -h": ("-h", "the list of flags is --help"),
+    "-h --help=yes": ("--help=yes", "--help is a switch"),
+    "no such device": ("--device tpu", "--device is 'tpu', but must be auto|cpu|cuda[:N]"),
+    "GPU state on a CPU": ("-lg 1", "-lg asks a GPU for its state, and this run is on", "leave -lg out"),
+    "-o is a file": ("-o val.bin", "val.bin is a file; expected a folder"),
+    "-o below a file": ("-o val.bin/log", "preparing the output folder failed at val.bin/log: Not a directory"),
+    "-o has a name too long": ("-o " + "a" * 300, "File name too long"),
+    "-e has a name too long": ("-e " + "a" * 300 + ".bin", "no such file"),
+    "-i has a name too long": ("-i " + "a" * 300, "no such file"),
+    "-o /proc": ("-o /proc/self", "preparing the output folder failed"),
+    "-y 1 and -o is a file": ("-y 1 -o val.bin", "val.bin cannot be read (Not a directory)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_wrong_flag_gets_a_sentence(case, name):
+    flags, *words = FLAGS[name]
+    refused(case, [*inputs(case), STEPS, *([flags] if "too" not in name else flags.split(" ", 1))], *words)
+    assert not (case / "main.log").exists()
+
+
+@pytest.mark.parametrize("flag", "-b -t -d -x -n -nk -nm -lg -u -l -q -c -sl -sg -v -m -s -g -r -z -pn -pr -pg -ge -h -a -f -w -y --threads --head-chunk".split())
+@pytest.mark.parametrize("value", ["-2", "-2147483649", "-0.5", "nan", "inf", "4x", "0x4", "1e3"])
+def test_a_wrong_number_names_its_flag_and_itself(case, flag, value):
+    """1e3 is a fine learning rate; everything else is wrong everywhere."""
+    if value == "1e3" and flag in ("-l", "-q", "-c", "-sl", "-sg"):
+        return
+    code, out, err = vars(run(flag, value)).values()
+    assert (code, out) == (2, "") and err.startswith(f"error: {flag} ") and f" is {value!r}, but must be " in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:9", "cuda:99999999999999999999"])
+def test_a_gpu_that_is_not_there_gets_a_sentence(case, device):
+    refused(case, [*inputs(case), STEPS, "--device", device], f"--device {device}: torch", "use --device cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_number_that_is_not_there_gets_a_sentence(case):
+    refused(case, [*inputs(case), STEPS, "--device cuda:9"], "--device cuda:9: there are", "choose one of them")
+
+
+# ----------------------------------------------------------------------------
+# memory
+
+
+def test_a_plan_beyond_memory_is_exit_code_3_before_allocating(case):
+    """-b 300000 needs terabytes: a sparse file of 2^31-1 tokens lets the batch itself be possible."""
+    path = case / "sparse.bin"
+    path.write_bytes(header(20240520, 1, HUGE))
+    os.truncate(path, 1024 + 2 * HUGE)
+    argv = [*inputs(case), "-i", path, "-b 3000000 -t 64 -x 1", QUIET]
+    err = refused(case, argv, "the plan needs", "MiB free; use a smaller -b (here at most", code=3)
+    assert int(err.split("the plan needs ")[1].split()[0]) > 10**6
+    assert "total" in ran(*argv, "--plan"), "asking for the plan is no error"
+
+
+def test_a_model_beyond_memory_is_exit_code_3(case):
+    refused(case, ["-e gpt3:c12288 -b 1 -t 16 -x 1 -i", case / "train_01.bin", QUIET, "-o", case / "new"], "here at most 0", code=3)
+
+
+LIMITED = """
+import resource, sys, torch, train_gpt2
+train_gpt2.measure_matmul_tflops = lambda *_: 1.0
+kind, amount = getattr(resource, sys.argv[1]), int(sys.argv[2])
+if kind == resource.RLIMIT_AS:
+    amount += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(kind, (amount, amount))
+sys.exit(train_gpt2.main(sys.argv[3:]))
+"""
+
+
+def run_limited(limit: str, amount: int, *argv):
+    """The program under a limit of the system's."""
+    words = words_of(["--device cpu --threads 1", *argv])
+    return subprocess.run([sys.executable, "-c", LIMITED, limit, str(amount), *words], cwd=REPO, capture_output=True, text=True, timeout=60)
+
+
+def test_memory_that_the_system_promised_and_denies_is_exit_code_3(case):
+    """d6 in fp32 needs 480 MB, the limit leaves 200."""
+    result = run_limited("RLIMIT_AS", 200 << 20, "-e d6 --precision fp32 -b 1 -t 16 -x 1 -i", case / "train_01.bin", QUIET)
+    assert result.returncode == 3 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "could not give the" in result.stderr
+
+
+# ----------------------------------------------------------------------------
+# resuming: what is done to log/, the flags, and words. The checkpoints in it are 2 and 4
+
+RESUME = "-b 4 -t 32 -x 6 -n 2 -v 0 -s 0 -y 1 -o log"
+MODEL, STATE, EXTRA = "model_00000004.bin", "state_00000004_00000.bin", "extra_00000004_00000.json"
+LOADER = 1024 + 12 * N  # where the loader's section of a state file begins: counts, 2 shards, samples, the generator
+
+
+def without(*names):
+    return lambda log: [(log / name).unlink() for name in names]
+
+
+def damaged(name, damage):
+    return lambda log: replace(log / name, damage((log / name).read_bytes()))
+
+
+def at(offset: int, form: str, *values):
+    return lambda raw: patched(raw, *values, at=offset if offset >= 0 else len(raw) + offset, form=form)
+
+
+def extra_with(text: str):
+    return damaged(EXTRA, lambda raw: text.encode())
+
+
+RESUMES = {
+    "model is gone": (without(MODEL), "", MODEL, "is missing, though log/DONE_00000004 marks"),
+    "state is gone": (without(STATE), "", STATE, "is missing"),
+    "all but DONE is gone": (without(MODEL, STATE, EXTRA), "", "is missing"),
+    "DONE of step 99999999 alone": (lambda log: (log / "DONE_99999999").touch(), "", "model_99999999.bin is missing", "remove DONE_99999999"),
+    "DONE of a step with 20 digits": (lambda log: (log / ("DONE_" + "9" * 20)).touch(), "", "is missing"),
+    "model is a folder": (lambda log: ((log / MODEL).unlink(), (log / MODEL).mkdir()), "", MODEL, "is missing"),
+    "model is a link to nowhere": (lambda log: ((log / MODEL).unlink(), (log / MODEL).symlink_to("x")), "", MODEL, "is missing"),
+    "model is empty": (damaged(MODEL, cut(0)), "", MODEL, "is empty"),
+    "model is truncated": (damaged(MODEL, cut(5000)), "", MODEL, "truncated by"),
+    "model is oversized": (damaged(MODEL, plus(b"x")), "", MODEL, "oversized by 1"),
+    "model of 0 layers": (damaged(MODEL, word(4, 0)), "", MODEL, "num_layers = 0"),
+    "model and state are swapped": (lambda log: ((log / MODEL).rename(log / "x"), (log / STATE).rename(log / MODEL), (log / "x").rename(log / STATE)), "", "is a model file; expected a training state file"),
+    "state is empty": (damaged(STATE, cut(0)), "", STATE, "is empty"),
+    "state is truncated in m": (damaged(STATE, cut(5000)), "", STATE, "truncated by"),
+    "state is truncated in the loader": (damaged(STATE, lambda raw: raw[:-600]), "", STATE, "truncated by"),
+    "state is oversized": (damaged(STATE, plus(b"1234")), "", STATE, "oversized by 4"),
+    "state of version 2": (damaged(STATE, word(1, 2)), "", STATE, "version 2"),
+    "state of two processes": (damaged(STATE, word(2, 2)), "", "state_00000004_00001.bin is missing"),
+    "state of 0 processes": (damaged(STATE, word(2, 0)), "", "rank 0 of 0"),
+    "state of rank 3": (damaged(STATE, word(3, 3)), "", "rank 3 of 1"),
+    "state of a negative step": (damaged(STATE, word(10, -4)), "", "step -4"),
+    "state of another step": (damaged(STATE, word(10, 3)), "", STATE, "written at step 3; expected 4"),
+    "state of the other checkpoint": (lambda log: replace(log / STATE, (log / "state_00000002_00000.bin").read_bytes()), "", "written at step 2; expected 4"),
+    "state with master 7": (damaged(STATE, word(4, 7)), "", "use_master_weights 7"),
+    "state that forgot its master": (damaged(STATE, word(4, 0)), "", STATE),
+    "state that says it did not shuffle": (damaged(STATE, word(5, 0)), "", STATE, "oversized"),
+    "shard index 5": (damaged(STATE, at(120, "<Q", 5)), "", "not a permutation"),
+    "shard index 2^64-1": (damaged(STATE, at(120, "<Q", 2**64 - 1)), "", "not a permutation"),
+    "sample index 2^63": (damaged(STATE, at(128, "<Q", 2**63)), "", "not a permutation"),
+    "number of shards 2^64-1": (damaged(STATE, at(LOADER, "<Q", 2**64 - 1)), "", STATE, "truncated"),
+    "number of samples 2^62": (damaged(STATE, at(LOADER + 16, "<Q", 2**62)), "", STATE, "truncated"),
+    "a shard twice": (damaged(STATE, at(LOADER + 8, "<2i", 1, 1)), "", "not a permutation"),
+    "a negative sample": (damaged(STATE, at(LOADER + 24, "<i", -1)), "", "not a permutation"),
+    "the generator's place": (damaged(STATE, at(-2520 + 8, "<iI", 5, 5)), "", "not a Mersenne Twister's state"),
+    "the generator's constants": (damaged(STATE, at(-4, "<I", 0)), "", "not a Mersenne Twister's state"),
+    "extra is empty": (extra_with(""), "", EXTRA, "is damaged"),
+    "extra is cut": (damaged(EXTRA, lambda raw: raw[: len(raw) // 2]), "", EXTRA, "is damaged"),
+    "extra is a list": (extra_with("[]"), "", EXTRA, "it holds a list"),
+    "extra is binary": (damaged(EXTRA, lambda raw: b"\xff\xfe\0"), "", EXTRA, "is damaged"),
+    "extra is very deep": (extra_with("[" * 100000), "", EXTRA, "is damaged"),
+    "extra is a folder": (lambda log: ((log / EXTRA).unlink(), (log / EXTRA).mkdir()), "", EXTRA, "is damaged"),
+    "extra holds no window": (extra_with('{"loss_outliers": {}}'), "", "damaged outlier window"),
+    "extra holds a number": (extra_with('{"loss_outliers": 5}'), "", "damaged outlier window"),
+    "extra holds bad floats": (extra_with('{"norm_outliers": {"window": ["zz"], "index": 0, "sum": "0x0p+0", "sum_sq": "0x0p+0"}}'), "", "damaged outlier window"),
+    "main.log is a folder": (lambda log: ((log / "main.log").unlink(), (log / "main.log").mkdir()), "", "opening the log failed at log/main.log"),
+    "another -b": (lambda log: None, "-b 2", "samples in the current shard", "-b, -t or the number of processes changed"),
+    "another -t": (lambda log: None, "-t 16", "samples in the current shard"),
+    "fewer shards": (lambda log: None, "-i train_01.bin", "2 shards and -i train_01.bin has 1"),
+    "another order": (lambda log: None, "-a 1", "shuffled", "resume with the -a"),
+    "another model": (lambda log: None, "-e d12", "is L=3 NH=4 C=64 V=96 maxT=64, but -e d12 is L=12 NH=12 C=768"),
+    "another precision": (lambda log: None, "--precision bf16", "holds fp32 weights, but --precision bf16"),
+    "T above the checkpoint's": (lambda log: None, "-t 128", "the model knows 64 positions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_kept(case, name):
+    """Every file, main.log included, is as it was: the next try may be with the right flags."""
+    damage, flags, *words = RESUMES[name]
+    damage(case / "log")
+    log = case / "log" / "main.log"
+    before = log.read_bytes() if log.is_file() else None
+    refused(case, [*inputs(case), RESUME, flags], *words)
+    assert before is None or log.read_bytes() == before
+
+
+def test_removing_done_as_the_sentence_says_resumes_from_the_checkpoint_before(case):
+    (case / "log" / MODEL).unlink()
+    refused(case, [*inputs(case), RESUME], "remove DONE_00000004 to resume from the checkpoint before")
+    (case / "log" / "DONE_00000004").unlink()
+    assert "resuming at step 2 from log" in ran(*inputs(case), RESUME)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_master_weights_that_were_not_saved_cannot_be_resumed_with(case, precision):
+    if precision == "bf16":
+        raw = (case / "model.bin").read_bytes()
+        replace(case / "model.bin", patched(raw[:1024], 5, at=4) + (np.frombuffer(raw[1024:], "<u4") >> 16).astype("<u2").tobytes())
+    argv = [*inputs(case), "-b 4 -t 32 -n 2 -o w0", QUIET]
+    ran(*argv, "-x 2 -w 0")
+    refused(case, [*argv, "-x 4 -y 1"], "holds no fp32 master weights, but -w 1 asks for them; resume with -w 0")
+    assert len(losses(ran(*argv, "-x 4 -y 1 -w 0"))) == 2
+
+
+def test_y_1_without_a_checkpoint_starts_anew_and_says_so(case):
+    """Also for a folder that is not there, and one with other files, half a checkpoint and unrelated names."""
+    (case / "odd").mkdir()
+    for name in ("DONE_4", "DONE_00000004.tmp", "DONE_x", "model_00000004.bin", "notes.txt"):
+        (case / "odd" / name).write_text("x")
+    for folder in ("new/deep", "odd"):
+        out = ran(*inputs(case), STEPS, "-y 1 -o", folder)
+        assert f"-y 1: no complete checkpoint in {folder}, starting from" in out and len(losses(out)) == 2
+    assert sorted(p.name for p in (case / "odd").iterdir()) == ["DONE_4", "DONE_x", "main.log", "model_00000004.bin", "notes.txt"]
+
+
+# ----------------------------------------------------------------------------
+# writing
+
+
+def test_a_name_in_any_script_and_with_spaces_works(case):
+    name = Path("log ü 日本 [x] 'q'")
+    ran(*inputs(case), STEPS, "-n 1 -o", name)
+    assert "resuming at step 2" in ran(*inputs(case), STEPS, "-y 1 -o", name)
+    shutil.copy(case / "train_01.bin", case / "a[1].bin")
+    assert len(losses(ran(*inputs(case), STEPS, "-i", Path("a[1].bin")))) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(case):
+    folder = case / "readonly"
+    folder.mkdir(mode=0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("root writes everywhere")
+    refused(case, [*inputs(case), STEPS, "-o", folder], "preparing the output folder failed")
+
+
+@pytest.mark.parametrize("name", ["link", "file"])
+def test_an_output_folder_that_something_else_is_in_the_place_of(case, name):
+    (case / "link").symlink_to("nowhere")
+    (case / "file").write_text("precious")
+    refused(case, [*inputs(case), STEPS, "-o", name], {"link": "is a link to nowhere", "file": "is a file"}[name], "choose another name")
+
+
+@pytest.mark.parametrize("file", ["model_", "extra_", "state_", "DONE_"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_a_disk_that_fails_while_saving_costs_one_checkpoint_and_no_other(case, file, number):
+    """The rename of each of the four files in turn; checkpoint 4 stays the newest and loadable, and the run can go on from it."""
+    real = os.replace
+
+    def full(source, target):
+        if Path(target).name.startswith(file):
+            raise OSError(number, os.strerror(number))
+        return real(source, target)
+
+    with patch("os.replace", full):
+        refused(case, [*inputs(case), RESUME], "failed at log/" + file, os.strerror(number))
+    assert find_last_step(case / "log") == 4
+    assert "resuming at step 4" in ran(*inputs(case), RESUME)
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_a_sentence(case):
+    (case / "log" / "model_00000006.bin").mkdir()
+    refused(case, [*inputs(case), RESUME], "writing the model failed at log/model_00000006.bin", "directory")
+    assert find_last_step(case / "log") == 4
+
+
+@pytest.mark.parametrize("limit,what", [(0, "preparing the output folder"), (100_000, "writing the model"), (700_000, "writing the state")])
+def test_a_full_disk_for_real_leaves_the_earlier_checkpoint(case, limit, what):
+    """RLIMIT_FSIZE: the system itself refuses to write beyond the limit; a model has 650 KB and a state 1950."""
+    before = contents(case)
+    result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6 -n 2", QUIET, "-y 1 -o", case / "log")
+    assert result.returncode == 2 and result.stderr.startswith(f"error: {what} failed at") and result.stderr.count("\n") == 1, result.stderr
+    assert "File too large; make room" in result.stderr
+    after = contents(case)
+    assert all(after[name] == content for name, content in before.items() if name != "log/main.log")
+    assert not [name for name in after if name.endswith(".tmp")] and find_last_step(case / "log") == 4
+    assert "resuming at step 4" in ran(*inputs(case), RESUME)
+
+
+def test_a_disk_too_full_for_the_log_alone_is_a_sentence_and_nothing_more(case):
+    """A limit just above what the log holds: the line that does not fit ends the run, and closing the file at exit must stay quiet."""
+    size = (case / "log" / "main.log").stat().st_size
+    result = run_limited("RLIMIT_FSIZE", size + 10, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")
+    assert result.returncode == 2 and result.stderr.startswith("error: writing the log failed"), result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+
+
+# ----------------------------------------------------------------------------
+# streams
+
+
+def shell(command: str, **environment) -> subprocess.CompletedProcess:
+    """A command of sh, in which $TRAIN is the program."""
+    environment = {**os.environ, "TRAIN": f"{sys.executable} {REPO}/train_gpt2.py", **environment}
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60, errors="surrogateescape")
+
+
+STREAMS = {  # command -> exit code of the program, what stderr holds
+    "help into a pipe nobody reads": ("$TRAIN --help | true; echo ${PIPESTATUS[0]}", 1, ""),
+    "help into a full disk": ("$TRAIN --help > /dev/full; echo $?", 1, "error: printing failed: No space left on device"),
+    "an error without stdout": ("exec 3>&1; $TRAIN -b x >&- 3>&3; echo $? >&3", 2, "error: -b"),
+    "help without stdin": ("$TRAIN --version <&- > /dev/null; echo $?", 0, ""),
+    "version into a pipe nobody reads": ("$TRAIN --version | true; echo ${PIPESTATUS[0]}", (0, 1), ""),
+    "20 columns": ("COLUMNS=20 $TRAIN --help > /dev/null; echo $?", 0, ""),
+    "0 columns": ("COLUMNS=0 $TRAIN --help > /dev/null; echo $?", 0, ""),
+    "columns of text": ("COLUMNS=wide $TRAIN --help > /dev/null; echo $?", 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_that_is_closed_full_or_narrow_ends_without_a_traceback(name):
+    command, codes, words = STREAMS[name]
+    result = shell(command)
+    assert int(result.stdout) in (codes if isinstance(codes, tuple) else (codes,)), result.stderr
+    assert words in result.stderr and "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+    assert result.stderr.count("\n") == bool(words)
+
+
+def test_training_into_head_ends_quietly(case):
+    flags = " ".join(f"'{word}'" for word in words_of([*inputs(case), "-b 1 -t 8 -x 100000 --device cpu --threads 1", QUIET]))
+    result = shell(f"$TRAIN {flags} | head -1; echo ${{PIPESTATUS[0]}}")
+    assert result.stdout.splitlines()[-1] == "1" and result.stdout.startswith("+--") and not result.stderr
+
+
+def test_a_terminal_without_the_letters_still_trains(case):
+    """An ASCII terminal, a folder with umlauts and a sample that cuts a character: escaped, not a traceback at step 20."""
+    replace(case / "tokenizer.bin", tokenizer_bytes([b"\xe4"] * 95 + [b"end"], 95))
+    flags = " ".join(f"'{word}'" for word in words_of([*inputs(case), "-b 1 -t 8 -x 1 -v 0 -g 4 --device cpu --threads 1 --tokenizer tokenizer.bin"]))
+    result = shell(f"cd {case}; $TRAIN {flags} -o $'log\\xfc\\xc3\\xa9'; echo $?", PYTHONIOENCODING="ascii")
+    assert result.stdout.splitlines()[-1] == "0" and not result.stderr and "\\ufffd" in result.stdout

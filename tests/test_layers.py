@@ -1,0 +1,752 @@
+"""Every layer against float64 and autograd, in fp32 and bf16: the error is at most twice eager torch's own at that type.
+
+Outputs start as NaN and accumulating ones from noise, so what is not written, or overwritten, shows.
+"""
+from math import inf, nan, sqrt
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmc.layers.adamw import TensorState, adamw_update, round_piece, rounding_pieces
+from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
+from llmc.layers.encoder import encoder_backward, encoder_forward
+from llmc.layers.fused_classifier import fused_classifier_inplace
+from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
+from llmc.layers.global_norm import global_norm
+from llmc.layers.layernorm import layernorm_backward, layernorm_normalize, layernorm_statistics
+from llmc.layers.matmul import matmul_backward, matmul_forward
+from llmc.layers.residual import residual_add_inplace
+from llmc.layers.rounding import noise_2d, round_to_bf16
+from oracle import adamw, assert_as_good_as_eager, attention
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1, 1), (3, 7, 11), (2, 33, 768)]  # B, T, C: one element, primes, GPT-2's width
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+shapes = pytest.mark.parametrize("B, T, C", SHAPES)
+
+
+def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def unwritten(*shape, dtype=torch.float32):
+    return torch.full(shape, nan, dtype=dtype) if dtype.is_floating_point else torch.full(shape, -77, dtype=dtype)
+
+
+def bits(tensor):
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def same_bits(a, b):
+    return torch.equal(bits(a), bits(b))
+
+
+def autograd(function, leaves, dout, dtype):
+    """(output, gradients of its leaves) in `dtype`."""
+    with torch.enable_grad():
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        out = function(*leaves)
+        return out.detach(), torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+def judge(names, ours, function, leaves, dout, dtype, before=None, floor=1.0):
+    """Gradients `ours` against autograd in float64 and in their own type; `before` holds what accumulated ones started from."""
+    _, exact = autograd(function, leaves, dout, torch.float64)
+    _, eager = autograd(function, leaves, dout, dtype)
+    for name, mine, want, theirs in zip(names, ours, exact, eager):
+        start = (before or {}).get(name)
+        if start is not None:
+            want, theirs = start.double() + want, start + theirs
+        assert_as_good_as_eager(mine, theirs, want, what=name, floor=floor)
+
+
+# ----------------------------------------------------------------------------
+# stochastic rounding
+
+
+def squirrel_noise(position, seed):
+    """SquirrelNoise5 in Python's own integers, from the contract's constants."""
+    def wrap(n):
+        return n & 0xFFFFFFFF
+
+    n = wrap(wrap(position) * 0xD2A80A3F + seed)
+    n ^= n >> 9
+    n = wrap(n + 0xA884F197)
+    n ^= n >> 11
+    n = wrap(n * 0x6C736F4B)
+    n ^= n >> 13
+    n = wrap(n + 0xB79F3ABB)
+    n ^= n >> 15
+    n = wrap(n * 0x1B56C4F5)
+    return n ^ n >> 17
+
+
+def noise_of_element(k, layer, seed):
+    """The contract's position for element k of a layer's tensor."""
+    return squirrel_noise(k % 512 + 198491317 * ((k // 512) * 512 + layer), seed)
+
+
+def rounded_bits(value_bits, noise_bits):
+    """The upper 16 bits of an fp32's after rounding: away from zero when its lower half exceeds the noise's."""
+    return ((value_bits >> 16) + ((value_bits & 0xFFFF) > (noise_bits & 0xFFFF))) & 0xFFFF
+
+
+def rounded(values, seed, *, layers=1):
+    """A flat tensor of `layers` equal slices, rounded element by element in Python: bf16."""
+    n = len(values) // layers
+    integers = values.view(torch.int32).tolist()
+    out = [rounded_bits(v & 0xFFFFFFFF, noise_of_element(i % n, i // n, seed)) for i, v in enumerate(integers)]
+    return torch.from_numpy(np.array(out, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+def rounding_scratch(room):
+    return {"noise": unwritten(room, dtype=torch.int32), "noise_work": unwritten(room, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 2654435769])
+def test_noise_is_squirrelnoise5_to_the_bit(seed):
+    x = torch.tensor([0, 1, 2, 255, 511, 512, 50303], dtype=torch.int32)
+    y = torch.tensor([[0, 1, 47], [512, 513, 75 * 512 + 11], [50257, 1 << 20, (1 << 31) - 1]], dtype=torch.int32)
+    out, work = unwritten(3, 3, 7, dtype=torch.int32), unwritten(3, 3, 7, dtype=torch.int32)
+    noise_2d(out, work, x, y, seed)
+    want = [[[squirrel_noise(i + 198491317 * j, seed) for i in x.tolist()] for j in row] for row in y.tolist()]
+    assert (out.numpy().view(np.uint32) == np.array(want, dtype=np.uint32)).all()
+
+
+def test_noise_known_values():
+    """Numbers a C program with the published constants printed, so that both transcriptions here cannot drift together."""
+    assert [squirrel_noise(p, s) for p, s in ((0, 0), (1, 0), (0, 1), (198491317, 0xDEADBEEF))] == NOISE
+
+
+NOISE = [0x16791E00, 0xC895CB1D, 0x23F6C851, 0x80E765EB]
+
+
+def test_rounding_each_value_at_each_threshold_is_the_definition():
+    """Signs, subnormals, infinities, values a bf16 holds exactly and values just above and below them, at several thresholds."""
+    uppers = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x3F80, 0xBF80, 0x3F7F, 0x7F7F, 0xFF7F, 0x4049, 0xC2C8]
+    lowers = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]
+    thresholds = [0x0000, 0x0001, 0x7FFE, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF, 0xABCD0000, 0xFFFFFFFF, 0x80007FFF]
+    cases = [(u << 16 | w, t) for u in uppers for w in lowers for t in thresholds]
+    cases += [(u << 16, t) for u in (0x7F80, 0xFF80) for t in thresholds]  # the infinities
+    values, noises = (torch.from_numpy(np.array(c, dtype=np.uint32).view(np.int32)) for c in zip(*cases))
+    out = unwritten(len(cases), dtype=torch.bfloat16)
+    round_to_bf16(out, values.view(torch.float32), noises.clone(), unwritten(len(cases), dtype=torch.int32))
+    assert out.view(torch.int16).numpy().view(np.uint16).tolist() == [rounded_bits(v, t) for v, t in cases]
+
+
+@pytest.mark.parametrize("threshold", [0, 0x7FFF, 0xFFFF, -1])
+def test_rounding_keeps_nan_a_nan_and_what_bf16_holds(threshold):
+    keeps = torch.tensor([inf, -inf, 0.0, -0.0, 1.0, -2.5, 2.0**-133, 3.0e38]).bfloat16()
+    values = torch.cat([keeps.float(), torch.tensor([nan, -nan])])
+    out = unwritten(len(values), dtype=torch.bfloat16)
+    round_to_bf16(out, values, torch.full_like(values, threshold, dtype=torch.int32), torch.empty(len(values), dtype=torch.int32))
+    assert same_bits(out[:-2], keeps)
+    assert out[-2:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "layers, n, room",
+    [
+        (1, 1, 512),  # one element
+        (5, 40, 512),  # smaller than a block: one layer at a time
+        (5, 40, 2048),  # several layers together, the last piece smaller
+        (48, 40, 512 * 48),  # all layers at once
+        (3, 512, 1024),  # whole blocks, two layers in a piece
+        (3, 1025, 2048),  # a block more than whole, one layer at a time
+        (2, 3001, 1024),  # larger than a piece: each layer cut, the last cut ragged
+        (1, 5 * 512, 1024 + 100),  # a room that is no multiple of a block
+    ],
+)
+def test_weights_are_rounded_at_the_contracts_positions(layers, n, room):
+    """Cutting a tensor into pieces changes no bit: element k of layer l has its own place in the noise."""
+    master, seed = noise(layers * n, seed=layers), 3735928559
+    param, scratch = unwritten(layers * n, dtype=torch.bfloat16), rounding_scratch(room)
+    for piece in rounding_pieces(layers, layers * n, room):
+        round_piece(param[piece.flat], master[piece.flat], piece, seed, scratch)
+    assert same_bits(param, rounded(master, seed, layers=layers))
+
+
+@pytest.mark.parametrize("layers, n, room", [(1, 1, 512), (7, 40, 1024), (3, 1025, 2048), (2, 3001, 1024), (12, 768 * 3, 1 << 18)])
+def test_pieces_cover_every_element_once_and_fit_their_room(layers, n, room):
+    seen = np.zeros(layers * n, dtype=int)
+    for piece in rounding_pieces(layers, layers * n, room):
+        seen[piece.flat] += 1
+        assert piece.layers * -(-piece.length // 512) * 512 <= room
+        assert piece.flat.stop <= layers * n
+    assert (seen == 1).all()
+
+
+def test_rounding_is_unbiased():
+    """Over 65536 places of the noise the share rounded up is the distance to the lower neighbour, within 5 deviations."""
+    n = 1 << 16
+    for share in (0.1, 0.5, 0.97):
+        value = 1 + share * 2.0**-7  # bf16's neighbours are 1 and 1 + 2**-7
+        out, scratch = unwritten(n, dtype=torch.bfloat16), rounding_scratch(n)
+        for piece in rounding_pieces(1, n, n):
+            round_piece(out, torch.full((n,), value), piece, 12345, scratch)
+        up = (out.float() > 1).double().mean().item()
+        assert abs(up - share) < 5 * sqrt(share * (1 - share) / n)
+
+
+# ----------------------------------------------------------------------------
+# encoder
+
+
+def encoder_scratch(B, T, C, dtype, room=None):
+    room = room or max(512, C)
+    if dtype == torch.float32:
+        return {"encoder_sums": unwritten(T, C)}
+    rows = {name: unwritten(B, T, C) for name in ("encoder_rows", "encoder_sums")}
+    return rows | {"encoder_gathered": unwritten(B, T, C, dtype=dtype)} | rounding_scratch(room)
+
+
+def tokens_of(kind, B, T, V, seed=0):
+    inputs = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
+    return {"any": inputs, "few": inputs % 3, "one": torch.full_like(inputs, V - 1)}[kind]
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("kind", ["any", "few", "one"])
+def test_encoder_forward_is_the_sum_of_two_rows(B, T, C, dtype, kind):
+    V = 29
+    wte, wpe, inputs = noise(V, C, dtype=dtype, seed=1), noise(T + 5, C, dtype=dtype, seed=2), tokens_of(kind, B, T, V)
+    out = unwritten(B, T, C, dtype=dtype)
+    encoder_forward(out, inputs, wte, wpe)
+    assert same_bits(out, wte[inputs] + wpe[:T])
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("kind", ["any", "few", "one"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_encoder_backward_adds_rows_of_equal_tokens(B, T, C, dtype, kind, accumulate):
+    """dwte always starts from the classifier's gradient; dwpe is written the first time, NaN or not, with zeros beyond T."""
+    V, maxT = 29, T + 5
+    inputs, dout = tokens_of(kind, B, T, V), noise(B, T, C, dtype=dtype, seed=3)
+    dwte_before = noise(V, C, dtype=dtype, seed=4)
+    dwpe_before = noise(maxT, C, dtype=dtype, seed=5)
+    dwte, dwpe = dwte_before.clone(), dwpe_before.clone() if accumulate else unwritten(maxT, C, dtype=dtype)
+    encoder_backward(dwte, dwpe, dout, inputs, encoder_scratch(B, T, C, dtype), seed=99, accumulate=accumulate)
+
+    before = {"dwte": dwte_before, "dwpe": dwpe_before if accumulate else torch.zeros_like(dwpe)}
+    # a stochastic rounding errs by up to one unit in the last place, four times a mean nearest one: floor 2 of a half
+    leaves = [dwte_before, dwpe_before]  # only their shapes matter
+    judge(["dwte", "dwpe"], [dwte, dwpe], lambda wte, wpe: F.embedding(inputs, wte) + wpe[:T], leaves, dout, dtype, before, floor=2)
+    absent = torch.ones(V, dtype=torch.bool)
+    absent[inputs.unique()] = False
+    assert same_bits(dwte[absent], dwte_before[absent])
+    assert same_bits(dwpe[T:], before["dwpe"][T:])
+
+
+def test_encoder_backward_repeats_its_bits():
+    B, T, C, V = 3, 64, 768, 5
+    inputs, dout = tokens_of("any", B, T, V), noise(B, T, C, seed=3)
+    for dtype in DTYPES:
+        results = []
+        for _ in range(2):
+            dwte, dwpe = noise(V, C, dtype=dtype, seed=4), unwritten(T, C, dtype=dtype)
+            encoder_backward(dwte, dwpe, dout.to(dtype), inputs, encoder_scratch(B, T, C, dtype), seed=7, accumulate=False)
+            results.append((dwte, dwpe))
+        assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
+
+
+def test_encoder_backward_in_bf16_does_not_depend_on_its_working_room():
+    """How many rows are rounded at a time is no part of the result."""
+    B, T, C, V = 2, 13, 40, 17
+    inputs, dout = tokens_of("any", B, T, V), noise(B, T, C, dtype=torch.bfloat16, seed=3)
+    results = []
+    for room in (C, 3 * C + 1, 4096):
+        dwte, dwpe = noise(V, C, dtype=torch.bfloat16, seed=4), unwritten(T, C, dtype=torch.bfloat16)
+        encoder_backward(dwte, dwpe, dout, inputs, encoder_scratch(B, T, C, torch.bfloat16, room), seed=7, accumulate=False)
+        results.append(torch.cat([dwte, dwpe]))
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_encoder_backward_in_bf16_is_one_unbiased_rounding_of_the_sum():
+    """Small rows onto a large gradient, as for a frequent token: every result is a neighbour of the sum, their mean is the sum."""
+    B, T, C, V, seeds = 2, 25, 16, 4, 400
+    inputs = tokens_of("any", B, T, V)
+    dout = noise(B, T, C, seed=3, scale=1e-3).bfloat16()
+    dwte_before, dwpe_before = (noise(n, C, seed=4).bfloat16() for n in (V, T))
+    exact = [dwte_before.double().index_add(0, inputs.view(-1), dout.double().view(-1, C)), dwpe_before.double() + dout.double().sum(0)]
+    totals = [torch.zeros_like(e) for e in exact]
+    ulps = [2.0 ** (torch.floor(torch.log2(e.abs())) - 7) for e in exact]
+    for seed in range(seeds):
+        got = [dwte_before.clone(), dwpe_before.clone()]
+        encoder_backward(*got, dout, inputs, encoder_scratch(B, T, C, torch.bfloat16), seed=seed * 2654435761 % 2**32, accumulate=True)
+        for total, g, e, ulp in zip(totals, got, exact, ulps):
+            assert ((g.double() - e).abs() <= ulp * 1.001).all()  # the fp32 sum may lie an fp32 rounding off
+            total += g.double()
+    for total, e, ulp in zip(totals, exact, ulps):
+        # one rounding deviates by ulp/2 at most; 5.5 deviations of the mean for the worst of some hundred elements
+        assert ((total / seeds - e).abs() <= 5.5 * ulp / 2 / sqrt(seeds)).all()
+        assert ((total / seeds - e) / ulp).mean().abs() < 5 * 0.5 / sqrt(seeds * e.numel())
+
+
+def test_encoder_backward_in_bf16_rounds_tokens_and_positions_apart():
+    """Token t at position t: both tables get the same sums, and must not get the same noise, or the two errors would add up."""
+    T, C = 32, 40
+    dout, before = noise(1, T, C, seed=3, scale=0.1).bfloat16(), noise(T, C, seed=4).bfloat16()
+    dwte, dwpe = before.clone(), before.clone()
+    encoder_backward(dwte, dwpe, dout, torch.arange(T)[None], encoder_scratch(1, T, C, torch.bfloat16), seed=7, accumulate=True)
+    inexact = before.double() + dout[0].double() != dwte.double()
+    same = (dwte == dwpe)[inexact].double().mean().item()
+    assert inexact.sum() > 500 and 0.3 < same < 0.85
+
+
+# ----------------------------------------------------------------------------
+# layernorm
+
+
+def norm_scratch(C, rows):
+    return {"norm_rows": unwritten(3, rows, C), "norm_stats": unwritten(2, rows), "norm_sums": unwritten(3, C)}
+
+
+def layernorm(inp, weight, bias, scratch):
+    B, T, C = inp.shape
+    out, mean, rstd = unwritten(B, T, C, dtype=inp.dtype), unwritten(B, T), unwritten(B, T)
+    layernorm_statistics(mean, rstd, inp, scratch)
+    layernorm_normalize(out, inp, mean, rstd, weight, bias, scratch)
+    return out, mean, rstd
+
+
+def layernorm_case(B, T, C, dtype, offset=0.0):
+    return noise(B, T, C, dtype=dtype, seed=1) + offset, noise(C, dtype=dtype, seed=2), noise(C, dtype=dtype, seed=3)
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_layernorm_forward(B, T, C, dtype, rows):
+    """Rows are worked on one, a few or all at a time."""
+    inp, weight, bias = layernorm_case(B, T, C, dtype)
+    out, mean, rstd = layernorm(inp, weight, bias, norm_scratch(C, rows))
+    exact = F.layer_norm(inp.double(), (C,), weight.double(), bias.double())
+    assert_as_good_as_eager(out, F.layer_norm(inp, (C,), weight, bias), exact, floor=2)
+    x = inp.double()
+    torch.testing.assert_close(mean.double(), x.mean(-1), rtol=4 * 2**-24, atol=4 * 2**-24 * x.abs().max().item())
+    # rsqrt halves the relative error of the variance, which is log2(C) + 3 roundings at most
+    torch.testing.assert_close(rstd.double(), (x.var(-1, correction=0) + 1e-5).rsqrt(), rtol=8 * 2**-24, atol=0)
+
+
+@dtypes
+@pytest.mark.parametrize("C", [11, 768])
+def test_layernorm_of_rows_far_from_zero_loses_only_the_means_digits(C, dtype):
+    """No E[x^2] - E[x]^2: at a mean of 50 the error stays that of the mean, some roundings of 50, over the deviation.
+
+    Twice eager's error does not hold here: torch's Welford sums lose 3 times less on rows as short as 11.
+    """
+    inp, weight, bias = layernorm_case(3, 7, C, dtype, 50.0)
+    out, _, rstd = layernorm(inp, weight, bias, norm_scratch(C, 4))
+    exact = F.layer_norm(inp.double(), (C,), weight.double(), bias.double())
+    mean_error = (2 + np.log2(C)) * 2.0**-24 * 50
+    stored = (0 if dtype == torch.float32 else 2.0**-9) * exact.abs().max()
+    assert (out.double() - exact).abs().max() <= mean_error * rstd.max() * weight.abs().max() + 2 * stored
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_layernorm_backward(B, T, C, dtype, rows, accumulate):
+    """dresidual is always added to; dweight and dbias are written, whatever they held, when accumulate is False."""
+    inp, weight, bias = layernorm_case(B, T, C, dtype)
+    dout = noise(B, T, C, dtype=dtype, seed=4)
+    scratch = norm_scratch(C, rows)
+    _, mean, rstd = layernorm(inp, weight, bias, scratch)
+    before = {"dresidual": noise(B, T, C, dtype=dtype, seed=5)}
+    if accumulate:
+        before |= {"dweight": noise(C, dtype=dtype, seed=6), "dbias": noise(C, dtype=dtype, seed=7)}
+    ours = [before[n].clone() if n in before else unwritten(C, dtype=dtype) for n in ("dresidual", "dweight", "dbias")]
+    layernorm_backward(*ours, dout, inp, weight, mean, rstd, norm_scratch(C, rows), accumulate=accumulate)
+    names = ["dresidual", "dweight", "dbias"]
+    judge(names, ours, lambda *p: F.layer_norm(p[0], (C,), *p[1:]), [inp, weight, bias], dout, dtype, before, floor=2)
+
+
+@dtypes
+def test_layernorm_rows_do_not_know_how_many_are_worked_on_together(dtype):
+    """Recompute, evaluation and sampling must give a row the same bits whatever the size of the scratch."""
+    inp, weight, bias = layernorm_case(3, 7, 40, dtype)
+    results = [layernorm(inp, weight, bias, norm_scratch(40, rows)) for rows in (1, 2, 5, 21, 64)]
+    for other in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(results[0], other))
+
+
+@dtypes
+def test_layernorm_of_a_constant_row_is_its_bias(dtype):
+    inp, weight, bias = torch.full((1, 2, 11), 3.0, dtype=dtype), noise(11, dtype=dtype, seed=2), noise(11, dtype=dtype, seed=3)
+    out, mean, rstd = layernorm(inp, weight, bias, norm_scratch(11, 1))
+    assert same_bits(out, bias.expand(1, 2, 11).contiguous())
+    torch.testing.assert_close(rstd, torch.full((1, 2), 1e-5).rsqrt())
+
+
+# ----------------------------------------------------------------------------
+# matmul, residual
+
+
+MATMULS = [(1, 1, 1, 1), (3, 7, 11, 13), (1, 33, 768, 2304)]  # B, T, C, OC
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, OC", MATMULS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_matmul_forward(B, T, C, OC, dtype, biased):
+    inp, weight = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2)
+    bias = noise(OC, dtype=dtype, seed=3) if biased else None
+    out = unwritten(B, T, OC, dtype=dtype)
+    matmul_forward(out, inp, weight, bias)
+    exact = F.linear(inp.double(), weight.double(), bias.double() if biased else None)
+    assert_as_good_as_eager(out, F.linear(inp, weight, bias), exact)
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, OC", MATMULS)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("biased", [True, False])
+def test_matmul_backward(B, T, C, OC, dtype, accumulate, biased):
+    """With accumulate False the NaNs in dweight and dbias must not be read."""
+    inp, weight = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2)
+    bias, dout = noise(OC, dtype=dtype, seed=3), noise(B, T, OC, dtype=dtype, seed=4)
+    before = {"dweight": noise(OC, C, dtype=dtype, seed=5), "dbias": noise(OC, dtype=dtype, seed=6)} if accumulate else {}
+    dinp = unwritten(B, T, C, dtype=dtype)
+    dweight = before["dweight"].clone() if accumulate else unwritten(OC, C, dtype=dtype)
+    dbias = before["dbias"].clone() if accumulate else unwritten(OC, dtype=dtype)
+    bias_sum = unwritten(OC + 3, dtype=dtype)
+    matmul_backward(dinp, dweight, dbias if biased else None, dout, inp, weight, accumulate=accumulate, bias_sum=bias_sum)
+    ours = [dinp, dweight, dbias] if biased else [dinp, dweight]
+    judge(["dinp", "dweight", "dbias"], ours, F.linear, [inp, weight, bias], dout, dtype, before)
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, OC", MATMULS)
+def test_matmul_backward_may_write_the_gradient_over_its_input(B, T, C, OC, dtype):
+    """As the head does: lnf becomes its own gradient. Not a bit may differ from two buffers."""
+    inp, weight, dout = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2), noise(B, T, OC, dtype=dtype, seed=4)
+    for accumulate in (False, True):
+        apart, together = (noise(OC, C, dtype=dtype, seed=5) for _ in range(2))
+        dinp, both = unwritten(B, T, C, dtype=dtype), inp.clone()
+        matmul_backward(dinp, apart, None, dout, inp, weight, accumulate=accumulate)
+        matmul_backward(both, together, None, dout, both, weight, accumulate=accumulate)
+        assert same_bits(apart, together) and same_bits(dinp, both)
+
+
+@dtypes
+@shapes
+def test_residual_adds_in_place(B, T, C, dtype):
+    a, b = noise(B, T, C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
+    out, kept = a.clone(), b.clone()
+    residual_add_inplace(out, b)
+    assert same_bits(out, a + b) and same_bits(b, kept)
+
+
+# ----------------------------------------------------------------------------
+# gelu
+
+
+def gelu_formula(x):
+    return 0.5 * x * (1 + torch.tanh(sqrt(2 / torch.pi) * (x + 0.044715 * x**3)))
+
+
+@dtypes
+@shapes
+def test_gelu_is_the_tanh_formula_both_ways(B, T, C, dtype):
+    """Also against the formula written out, which torch's own gelu, the yardstick, cannot excuse."""
+    inp, dout = noise(B, T, C, dtype=dtype, seed=1, scale=3), noise(B, T, C, dtype=dtype, seed=2)
+    out, grad, kept = unwritten(B, T, C, dtype=dtype), dout.clone(), inp.clone()
+    gelu_forward(out, inp)
+    gelu_backward_inplace(grad, inp)
+    exact_out, (exact_grad,) = autograd(gelu_formula, [inp], dout, torch.float64)
+    eager_out, (eager_grad,) = autograd(lambda x: F.gelu(x, approximate="tanh"), [inp], dout, dtype)
+    assert_as_good_as_eager(out, eager_out, exact_out, what="out")
+    assert_as_good_as_eager(grad, eager_grad, exact_grad, what="dinp")
+    unit = 2.0**-22 if dtype == torch.float32 else 2.0**-8
+    assert (out.double() - exact_out).abs().max() <= unit * exact_out.abs().max().clamp(min=1)
+    assert same_bits(inp, kept)
+
+
+@dtypes
+def test_gelu_far_from_zero_is_the_identity_or_nothing(dtype):
+    inp = torch.tensor([-1e4, -50.0, -0.0, 0.0, 50.0, 1e4], dtype=dtype)
+    out, grad = torch.full_like(inp, nan), torch.ones_like(inp)
+    gelu_forward(out, inp)
+    gelu_backward_inplace(grad, inp)
+    assert out.tolist() == [0.0, 0.0, 0.0, 0.0, inp[-2].item(), inp[-1].item()]
+    assert grad.tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+
+
+@dtypes
+def test_gelu_may_write_over_its_input(dtype):
+    """As the sampler does."""
+    inp = noise(3, 7, 11, dtype=dtype)
+    out, both = torch.empty_like(inp), inp.clone()
+    gelu_forward(out, inp)
+    gelu_forward(both, both)
+    assert same_bits(out, both)
+
+
+# ----------------------------------------------------------------------------
+# attention
+
+
+ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1)]  # B, T, C, NH
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
+def test_attention_is_softmax_of_the_past(B, T, C, NH, dtype):
+    """Against (T, T) scores, masked, softmaxed and multiplied out in float64."""
+    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1, scale=1.5), noise(B, T, C, dtype=dtype, seed=2)
+    atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
+    kept = qkvr.clone()
+    attention_forward(atty, lse, qkvr, NH)
+    attention_backward(dqkvr, datty, qkvr, atty, lse, NH)
+    exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
+    eager, (deager,) = autograd(lambda x: attention(x, NH), [qkvr], datty, dtype)
+    assert_as_good_as_eager(atty, eager, exact, what="atty")
+    assert_as_good_as_eager(dqkvr, deager, dexact, what="dqkvr")
+    assert same_bits(qkvr, kept) and not lse.isnan().any()
+
+
+@dtypes
+def test_attention_error_is_a_few_roundings(dtype):
+    """The yardstick above is torch's kernel too; this bound is not: some roundings of the largest value."""
+    B, T, C, NH = 2, 67, 40, 4
+    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
+    atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
+    attention_forward(atty, lse, qkvr, NH)
+    attention_backward(dqkvr, datty, qkvr, atty, lse, NH)
+    exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
+    unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
+    assert (atty.double() - exact).abs().max() <= 8 * unit * exact.abs().max()
+    assert (dqkvr.double() - dexact).abs().max() <= 16 * unit * dexact.abs().max()
+
+
+@dtypes
+def test_attention_does_not_see_the_future(dtype):
+    B, T, C, NH = 2, 33, 40, 4
+    qkvr = noise(B, T, 3 * C, dtype=dtype, seed=1)
+    changed = qkvr.clone()
+    changed[:, 20:] = noise(B, T - 20, 3 * C, dtype=dtype, seed=9)
+    results = []
+    for x in (qkvr, changed):
+        atty = unwritten(B, T, C, dtype=dtype)
+        attention_forward(atty, unwritten(B, NH, T), x, NH)
+        results.append(atty)
+    assert same_bits(results[0][:, :20].contiguous(), results[1][:, :20].contiguous())
+    assert not torch.equal(results[0][:, 20:], results[1][:, 20:])
+
+
+@dtypes
+@pytest.mark.parametrize("T, C, NH", [(1, 1, 1), (7, 15, 5), (33, 768, 12)])
+def test_attention_row_by_row_over_a_cache_is_the_whole(T, C, NH, dtype):
+    """The cache beyond the position is NaN and must not be read; each row's error is judged as the whole's."""
+    qkvr = noise(1, T, 3 * C, dtype=dtype, seed=1)
+    eager = attention(qkvr, NH)
+    exact = attention(qkvr.double(), NH)
+    cache, rows = unwritten(2, T + 3, C, dtype=dtype), unwritten(1, T, C, dtype=dtype)
+    for position in range(T):
+        out = unwritten(1, C, dtype=dtype)
+        attention_one_row(out, qkvr[:, position].contiguous(), cache, position, NH)
+        rows[:, position] = out
+        assert cache[:, position + 1 :].isnan().all()
+    assert same_bits(cache[:, :T].transpose(0, 1).reshape(1, T, 2 * C).contiguous(), qkvr[..., C:].contiguous())
+    # a single query takes another path through the kernel, so one more rounding than eager's, of the largest value
+    assert_as_good_as_eager(rows, eager, exact, floor=2)
+
+
+# ----------------------------------------------------------------------------
+# classifier
+
+
+def classifier_scratch(n, Vp, rows, dtype):
+    stats = {"classifier_stats": unwritten(3, n)}
+    return stats if dtype == torch.float32 else stats | {"classifier_rows": unwritten(rows, Vp)}
+
+
+def classifier_case(n, V, Vp, dtype, padding):
+    logits = noise(n, Vp, dtype=dtype, seed=1, scale=4)
+    logits[:, V:] = padding
+    return logits, torch.randint(0, V, (n,), generator=torch.Generator().manual_seed(2))
+
+
+CLASSIFIERS = [(1, 1, 1), (1, 1, 2), (37, 97, 101), (21, 50257, 50304)]  # rows, V, Vp
+
+
+@dtypes
+@pytest.mark.parametrize("n, V, Vp", CLASSIFIERS)
+@pytest.mark.parametrize("padding", [0.0, 1e4, nan], ids=str)
+def test_classifier_is_cross_entropy_and_its_gradient(n, V, Vp, dtype, padding):
+    """Padded columns have no mass, whatever they hold, and their gradient is zero. Losses add to what is there."""
+    dloss, before = 1.0 / 17, noise(n, seed=3)
+    logits, targets = classifier_case(n, V, Vp, dtype, padding)
+    grad, losses = logits.clone(), before.clone()
+    fused_classifier_inplace(grad, losses, targets, classifier_scratch(n, Vp, 4, dtype), V=V, dloss=dloss, rows_at_once=4)
+
+    def cross_entropy(x):
+        # eager bf16 users take the loss in fp32; its gradient then returns to bf16 in one rounding, as ours
+        return F.cross_entropy(x.float() if x.dtype == torch.bfloat16 else x, targets, reduction="none")
+
+    real = logits[:, :V]
+    exact, (dexact,) = autograd(cross_entropy, [real], torch.full((n,), dloss, dtype=torch.float64), torch.float64)
+    with torch.enable_grad():
+        leaf = real.clone().requires_grad_()
+        eager = cross_entropy(leaf)
+        (deager,) = torch.autograd.grad(eager, leaf, torch.full((n,), dloss))
+    # floor 4: adding to what is there takes two roundings, the sum and the difference
+    assert_as_good_as_eager(losses, before + eager.detach(), before.double() + exact, what="losses", floor=4)
+    assert_as_good_as_eager(grad[:, :V], deager, dexact, what="dlogits", floor=2)
+    assert (grad[:, V:] == 0).all()
+
+
+@dtypes
+@pytest.mark.parametrize("n, V, Vp", CLASSIFIERS[1:])
+def test_classifier_rows_do_not_mix_whatever_the_piece(n, V, Vp, dtype):
+    """Pieces of 1, 5 and all rows agree but for exp's last bit, which torch computes otherwise in a vector's tail; that is all.
+
+    The loss alone has the bits of the loss beside a gradient: evaluation and training must agree.
+    """
+    logits, targets = classifier_case(n, V, Vp, dtype, 0.0)
+    results = []
+    for rows, dloss in ((1, 0.01), (5, 0.01), (n + 9, 0.01), (5, None)):
+        grad, losses = logits.clone(), torch.zeros(n)
+        scratch = classifier_scratch(n + 2, Vp, min(rows, n), dtype)
+        fused_classifier_inplace(grad, losses, targets, scratch, V=V, dloss=dloss, rows_at_once=rows)
+        results.append((grad, losses))
+    last_bit = 8 * 2.0**-24 if dtype == torch.float32 else 2.0**-8
+    for grad, losses in results[1:3]:
+        torch.testing.assert_close(grad, results[0][0], rtol=last_bit, atol=8 * 2.0**-24 * 0.01)
+        torch.testing.assert_close(losses, results[0][1], rtol=8 * 2.0**-24, atol=0)
+    assert same_bits(results[3][1], results[1][1])
+
+
+@dtypes
+def test_classifier_survives_logits_beyond_exp(dtype):
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], dtype=dtype)
+    losses, targets = torch.zeros(2), torch.tensor([0, 2])
+    fused_classifier_inplace(logits, losses, targets, classifier_scratch(2, 3, 2, dtype), V=3, dloss=1.0, rows_at_once=2)
+    assert losses[0] == 0 and abs(losses[1].item() - np.log(3)) < 1e-6
+    assert logits[0].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(logits[1].float(), torch.tensor([1 / 3, 1 / 3, -2 / 3]), rtol=4e-3, atol=0)
+
+
+# ----------------------------------------------------------------------------
+# global norm
+
+
+@dtypes
+@pytest.mark.parametrize("n, piece", [(1, 1), (1, 64), (1009, 64), (1009, 1009), (1009, 5000), (3 * 4096, 4096), (768 * 768 + 1, 1 << 16)])
+def test_global_norm_of_several_pieces(n, piece, dtype):
+    grads = noise(n, dtype=dtype, seed=n) + 0.1
+    scratch = {"norm_partials": unwritten(-(-n // piece)), "norm_work": unwritten(min(n, piece))}
+    kept = grads.clone()
+    norm = global_norm(grads, scratch, piece=piece)
+    exact = grads.double().square().sum().sqrt().item()
+    # an fp32 dot product in 16 lanes: three deviations of a random walk of that many roundings, halved by the root, and two for itself
+    assert abs(norm - exact) <= exact * 2.0**-24 * (2 + 1.5 * sqrt(min(n, piece) / 16))
+    assert same_bits(grads, kept)
+
+
+def test_global_norm_tells_of_nan_and_of_its_piece():
+    """A NaN anywhere, also in the last, short piece, reaches the norm."""
+    for at in (0, 50, 99):
+        grads = torch.ones(100)
+        grads[at] = nan
+        assert np.isnan(global_norm(grads, {"norm_partials": unwritten(4)}, piece=32))
+
+
+# ----------------------------------------------------------------------------
+# AdamW
+
+
+def states_of(sizes, dtype, *, master, seed=0):
+    """TensorState per (layers, n, decay), with noise for weights and gradients, and moments as after some steps."""
+    states = []
+    for i, (layers, n, decay) in enumerate(sizes):
+        count = layers * n
+        weights = noise(count, seed=seed + i, scale=0.5)
+        states.append(TensorState(
+            weights.to(dtype), noise(count, dtype=dtype, seed=100 + seed + i), torch.zeros(count), torch.zeros(count),
+            weights.clone() if master else None, layers=layers, decay=decay, seed=1000 * i + 5,
+        ))  # fmt: skip
+    return states
+
+
+def update_scratch(room, master):
+    names = ("update_gradient",) if master else ("update_gradient", "update_parameter")
+    return {name: unwritten(room) for name in names} | rounding_scratch(room)
+
+
+SIZES = [(1, 1, True), (1, 1, False), (3, 37, True), (3, 37, False), (2, 1031, True), (1, 768 * 64, True)]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("divisor", [1.0, 3.7])
+def test_adamw_follows_the_formula_over_several_steps(weight_decay, divisor):
+    """fp32 against float64, decay where it applies and nowhere else, the gradient clipped or not."""
+    states = states_of(SIZES, torch.float32, master=False)
+    exact, eager = ([[t.to(dtype) for t in (s.param, s.m, s.v)] for s in states] for dtype in (torch.float64, torch.float32))
+    eager = [[t.clone() for t in copies] for copies in eager]  # to() of its own type is no copy
+    for step in range(1, 7):
+        for i, s in enumerate(states):
+            grads = noise(len(s.param), seed=50 * step + i, scale=10.0 ** (step - 4))
+            s.grad.copy_(grads)
+            for copies in (exact[i], eager[i]):
+                p, m, v = copies
+                adamw(p, grads.to(p.dtype) / divisor, m, v, lr=1e-2, decay=weight_decay if s.decay else 0.0, t=step)
+        adamw_update(states, {}, lr=1e-2, weight_decay=weight_decay, step=step, grad_divisor=divisor)
+        for s, want, theirs in zip(states, exact, eager):
+            for name, mine, w, t in zip(("param", "m", "v"), (s.param, s.m, s.v), want, theirs):
+                assert_as_good_as_eager(mine, t, w, what=f"{name} after step {step}", floor=2)
+
+
+@pytest.mark.parametrize("room", [512, 1536, 1 << 16])
+@pytest.mark.parametrize("master", [True, False])
+def test_adamw_in_bf16_updates_fp32_and_rounds_it_once(room, master):
+    """The master moves as an fp32 model's weight would; the bf16 weight is its rounding, bit for bit, at the contract's noise."""
+    states = states_of(SIZES[:-1], torch.bfloat16, master=master)
+    full = [[(s.master if master else s.param.float()).clone(), s.m.clone(), s.v.clone()] for s in states]
+    for step in range(1, 5):
+        for i, s in enumerate(states):
+            s.grad.copy_(noise(len(s.param), seed=50 * step + i))
+            s.seed = step * 77777 + i
+            if not master:
+                full[i][0] = s.param.float()
+        as_fp32 = [
+            TensorState(p, s.grad.float(), m, v, None, layers=s.layers, decay=s.decay, seed=0) for s, (p, m, v) in zip(states, full)
+        ]
+        adamw_update(as_fp32, {}, lr=1e-2, weight_decay=0.1, step=step, grad_divisor=1.3)
+        adamw_update(states, update_scratch(room, master), lr=1e-2, weight_decay=0.1, step=step, grad_divisor=1.3)
+        for s, (p, m, v) in zip(states, full):
+            for mine, want in ((s.m, m), (s.v, v)) + (((s.master, p),) if master else ()):
+                # one vector's tail is another's middle, where the compiler may contract differently: two roundings of its value
+                torch.testing.assert_close(mine, want, rtol=4 * 2.0**-24, atol=1e-12)
+            if master:
+                assert same_bits(s.param, rounded(s.master, s.seed, layers=s.layers))
+            else:
+                assert ((s.param.float() - p).abs() <= 2.0**-7 * p.abs()).all()
+
+
+def test_adamw_without_gradient_and_decay_moves_nothing():
+    for dtype in DTYPES:
+        states = states_of(SIZES, dtype, master=dtype == torch.bfloat16)
+        for s in states:
+            s.grad.zero_()
+            if s.master is not None:
+                s.master.copy_(s.param)
+        before = [s.param.clone() for s in states]
+        adamw_update(states, update_scratch(1024, True), lr=1e-2, weight_decay=0.0, step=1, grad_divisor=1.0)
+        assert all(same_bits(s.param, b) for s, b in zip(states, before))
+
+
+def test_adamw_decays_only_where_it_applies():
+    states = states_of(SIZES, torch.float32, master=False)
+    for s in states:
+        s.grad.zero_()
+    before = [s.param.clone() for s in states]
+    adamw_update(states, {}, lr=0.5, weight_decay=0.1, step=1, grad_divisor=1.0)
+    for s, b in zip(states, before):
+        torch.testing.assert_close(s.param, b * (0.95 if s.decay else 1.0), rtol=2.0**-23, atol=0)

@@ -1,0 +1,465 @@
+"""The program as its user sees it: what it prints, in which order, with which numbers, and what each flag of the loop does.
+
+`run` is the whole program without a new process, which costs 20 times less; test_resume.py and test_errors.py use it too.
+"""
+import io
+import json
+import math
+import re
+import signal
+import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from case_a import CONFIG, header, token_stream, write_case_a
+from conftest import REPO
+
+import train_gpt2
+from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.tables import num_parameters
+from llmc.outlier import OutlierDetector
+
+GOLDEN = Path(__file__).parent / "golden"
+QUIET = "-v 0 -s 0"
+LOSS_DIGITS = r"\d+\.\d{6}"
+
+
+def words_of(argv) -> list[str]:
+    """A command line: texts are split at spaces, everything else (a path, a number) is one word."""
+    return [word for part in argv for word in (part.split() if isinstance(part, str) else [str(part)])]
+
+
+def run(*argv, after_step=lambda step: None, faked=None) -> SimpleNamespace:
+    """train_gpt2.main on the CPU, one thread: its exit code, what it printed, its error text.
+
+    after_step  called with the number of steps done, inside the loop: may raise, or send a signal
+    faked       more names of train_gpt2 to replace
+    """
+    def step_line(step, *rest, **values):
+        after_step(step + 1)
+        return real_step_line(step, *rest, **values)
+
+    real_step_line, out, err = train_gpt2.format_step_line, io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    fakes = {"format_step_line": step_line, "measure_matmul_tflops": lambda *_: 1.0, **(faked or {})}  # a measurement costs 0.5 s
+    try:
+        with ExitStack() as stack:
+            for name, fake in fakes.items():
+                stack.enter_context(patch.object(train_gpt2, name, fake))
+            stack.enter_context(redirect_stdout(out))
+            stack.enter_context(redirect_stderr(err))
+            code = train_gpt2.main(words_of(["--device cpu --threads 1", *argv]))
+    finally:
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def ran(*argv, **options) -> str:
+    """What a run that must succeed printed."""
+    result = run(*argv, **options)
+    assert result.code == 0 and not result.err, result.err
+    return result.out
+
+
+def inputs(case: Path) -> list:
+    """-i, -j and -e of case A."""
+    return ["-i", case / "train_*.bin", "-j", case / "val.bin", "-e", case / "model.bin"]
+
+
+def losses(out: str) -> list[str]:
+    return re.findall(rf"\| loss ({LOSS_DIGITS}) ", out)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Path:
+    return write_case_a(tmp_path_factory.mktemp("case_a"))
+
+
+@pytest.fixture(scope="module")
+def golden_run(case, tmp_path_factory):
+    """The command line of golden/train_A.jsonl, with a checkpoint, samples and HellaSwag added, which must not disturb it."""
+    folder = tmp_path_factory.mktemp("golden") / "log"
+    argv = [*inputs(case), "-b 4 -t 32 -d 256 -l 3e-3 -u 3 -q 0.1 -c 0.1 -x 40 -k cosine -v 5 -m 4 -s 20 -g 24 -h 1 --hellaswag-data",
+            case / "eval.bin", "-n 20 -o", folder, "--precision fp32"]  # fmt: skip
+    return ran(*argv), folder
+
+
+# ----------------------------------------------------------------------------
+# the lines
+
+
+def test_every_line_a_script_may_grep_appears_in_llmc_s_order(golden_run):
+    """Each pattern once it is due, searched from where the one before was found; sizes are the plan's own."""
+    out, folder = golden_run
+    arenas = Plan(PlanOptions(CONFIG, 4, 32, precision="fp32", sample_length=24)).arenas
+    mib = {name: n_bytes // MIB for name, n_bytes in arenas.items()}
+    step_line = (rf"step %4s/40 \| loss {LOSS_DIGITS} \(\+nanz\)\| norm \d+\.\d{{4}} \(\+nanz\)\| lr \d\.\d\de-0\d \| \d+\.\d\d ms \| "
+                 r"\d+\.\d%% bf16 MFU \| \d+ tok/s")  # fmt: skip
+    sample_lines = ("generating:", "---", r"\d+( \d+){22}", "---")
+    checkpoint_lines = ("Writing model to {0}/model_000000{1}.bin", "Writing state to {0}/state_000000{1}_00000.bin")
+    in_order = [
+        r"\| Parameter +\| Value +\|", r"\| micro batch size B +\| 4 +\|", r"\| num_parameters +\| 162368 +\|", r"\| train_num_batches +\| 40 +\|",
+        "num_parameters: 162368 => bytes: 649472", f"allocated {mib['parameters']} MiB for model parameters",
+        r"batch_size B=4 \* seq_len T=32 \* num_processes=1 and total_batch_size=256", "=> setting grad_accum_steps=2",
+        f"allocating {mib['gradients']} MiB for parameter gradients", f"allocating {mib['activations']} MiB for activations",
+        f"allocating {mib['m']} MiB for AdamW optimizer state m", f"allocating {mib['v']} MiB for AdamW optimizer state v",
+        r"device memory usage: \d+ MiB / \d+ MiB", f"memory per sequence: {arenas['activations'] // 4 // MIB} MiB",
+        r" -> estimated maximum batch size: \d+",
+        f"val loss {LOSS_DIGITS}", step_line % 1, step_line % 5, f"val loss {LOSS_DIGITS}", r"HellaSwag: \d+/50 = 0\.\d{6}", step_line % 20,
+        f"val loss {LOSS_DIGITS}", "HellaSwag: .*", *sample_lines, *(line.format(re.escape(str(folder)), 20) for line in checkpoint_lines),
+        step_line % 21, step_line % 40, f"val loss {LOSS_DIGITS}", "HellaSwag: .*", *sample_lines,
+        *(line.format(re.escape(str(folder)), 40) for line in checkpoint_lines), r"total average iteration time: \d+\.\d{6} ms",
+    ]  # fmt: skip
+    at = 0
+    for pattern in in_order:
+        found = re.compile(f"^{pattern}$", re.MULTILINE).search(out, at)
+        assert found, f"no line {pattern} after\n{out[:at][-300:]}"
+        at = found.end()
+    assert not out[at:].strip()
+
+
+def test_losses_norms_rates_and_scores_are_llmc_s(golden_run):
+    """Against golden/train_A.jsonl and eval_A.json, through the program."""
+    out, _ = golden_run
+    rows = [json.loads(line) for line in (GOLDEN / "train_A.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    printed = re.findall(r"\| loss (\S+) .*?\| norm (\S+) .*?\| lr (\S+) \|", out)
+    assert len(printed) == len(steps) == 40
+    for row, found in zip(steps, printed):
+        assert float(found[0]) == pytest.approx(row["loss"], abs=2e-4)
+        assert float(found[1]) == pytest.approx(row["norm"], rel=2e-3)
+        assert found[2] == f"{row['lr']:.2e}"
+    vals = [row["val"] for row in rows if "val" in row]
+    assert [float(v) for v in re.findall(r"val loss (\S+)", out)] == pytest.approx(vals, abs=2e-4)
+    sampled = next(row["sample"] for row in rows if "sample" in row)
+    assert out.split("generating:\n---\n")[2].splitlines()[0] == " ".join(map(str, sampled))
+
+
+def test_main_log_holds_the_printed_numbers_in_llmc_s_format(golden_run):
+    """Line for line what was printed, with the digits of the log; nothing else."""
+    out, folder = golden_run
+    expected, step = [], 0
+    for line in out.splitlines():
+        if line.startswith("val loss "):
+            expected.append((step, "tel", line.split()[-1]))
+        elif line.startswith("HellaSwag: "):
+            expected.append((step, "eval", line.split()[-1]))
+        elif line.startswith("step "):
+            expected.append((step, "trl", *re.search(r"loss (\S+) .*norm (\S+) .*lr (\S+)", line).groups()))
+            step += 1
+    lines = (folder / "main.log").read_text().splitlines()
+    assert len(lines) == len(expected) == 40 + 9 + 8
+    for line, (s, kind, *values) in zip(lines, expected):
+        form = {"tel": r"s:(\d+) tel:(\d+\.\d{4})", "eval": r"s:(\d+) eval:(\d\.\d{4})", "trl": r"s:(\d+) trl:(\d+\.\d{4}) lr:(\d\.\d{6}) norm:(\d+\.\d\d)"}
+        found = re.fullmatch(form[kind], line)
+        assert found, f"{line!r} is not a {kind} line"
+        order = (0, 2, 1) if kind == "trl" else (0,)
+        assert int(found[1]) == s
+        for text, value in zip(found.groups()[1:], (values[i] for i in order)):
+            digits = len(text.partition(".")[2])
+            # a rate is printed with three digits and logged with six decimals
+            assert float(text) == pytest.approx(float(value), abs=0.51 * 10**-digits + 1e-6, rel=0.006 if digits == 6 else 0)
+
+
+# ----------------------------------------------------------------------------
+# --plan, --help, nothing at all
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plan_prints_a_row_per_level_that_adds_up(case, precision):
+    """Each row's total is the plan's, its columns sum to it, and more recompute never needs more."""
+    model = ["-e", case / "model.bin"] if precision == "fp32" else "-e d12"
+    config = CONFIG if precision == "fp32" else None
+    out = ran(*([model] if isinstance(model, str) else model), "-b 4 -t 32 -r 2 --plan --precision", precision)
+    rows = [line.split() for line in out.splitlines() if re.match(r" *\d\*? ", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2*"]
+    totals = []
+    for level, row in enumerate(rows):
+        numbers = [float(cell) for cell in row[1:9]]
+        assert sum(numbers[:6]) == pytest.approx(numbers[6], abs=0.31)
+        totals.append(numbers[6])
+        if config:
+            plan = Plan(PlanOptions(config, 4, 32, precision=precision, recompute=level))
+            assert numbers[6] == pytest.approx(plan.total_bytes / MIB, abs=0.051)
+    assert totals == sorted(totals, reverse=True)
+    assert (", fp32 master weights" in out) == (precision == "bf16")
+
+
+def test_plan_of_d12_is_gpt2_s_size_and_touches_nothing(tmp_path, monkeypatch):
+    """124475904 parameters with the padded rows: 474.8 MiB in fp32, twice that for m and v. No data, no folder, no device is needed."""
+    monkeypatch.chdir(tmp_path)
+    out = ran("-e d12 -b 1 -t 64 --plan --precision fp32 -o log")
+    row = next(line.split() for line in out.splitlines() if line.lstrip().startswith("1*"))
+    assert row[1:4] == ["474.8", "474.8", "949.7"] and not list(tmp_path.iterdir())
+
+
+def test_no_arguments_and_no_data_say_what_to_run(tmp_path, monkeypatch):
+    """The commands in the sentence exist and are spelled right."""
+    monkeypatch.chdir(tmp_path)
+    result = run()
+    assert result.code == 2 and not result.out and result.err.count("\n") == 1
+    script, command = re.search(r"python (scripts/\w+\.py).*: (python train_gpt2\.py [^,]*)", result.err).groups()
+    assert (REPO / script).is_file()
+    assert train_gpt2.parse(command.split()[2:]).model == "d6"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_win_over_a_wrong_line(flag):
+    out = ran("-b nonsense --bogus", flag)
+    assert out.startswith("usage: " if flag == "--help" else "llmc ")
+
+
+# ----------------------------------------------------------------------------
+# the loop's flags
+
+
+def test_v_0_s_0_do_neither(case):
+    out = ran(*inputs(case), "-b 4 -t 32 -x 3 -v 0 -s 0")
+    assert "val loss" not in out and "generating" not in out and "| val_num_batches       | 0 " in out and len(losses(out)) == 3
+
+
+def test_v_0_needs_no_validation_data(case, tmp_path):
+    assert len(losses(ran(*inputs(case), "-j", tmp_path / "none.bin", "-b 4 -t 32 -x 2", QUIET))) == 2
+
+
+def test_x_0_only_evaluates_and_leaves_the_weights(case, tmp_path):
+    """One validation, one sample, no step; with -n the checkpoint holds the model byte for byte."""
+    out = ran(*inputs(case), "-b 4 -t 32 -x 0 -m 4 -g 5 -n 1 -o", tmp_path)
+    assert not losses(out) and len(re.findall("val loss", out)) == 1 and out.count("generating:") == 1
+    assert float(re.search("val loss (.*)", out)[1]) == pytest.approx(4.5850554, abs=2e-4)  # golden/train_A.jsonl
+    assert (tmp_path / "model_00000000.bin").read_bytes() == (case / "model.bin").read_bytes()
+
+
+def test_m_minus_1_averages_the_whole_split(case):
+    """2000 tokens in batches of 4*32 are 15; the mean of -m 1 over other data orders would differ."""
+    whole, all_15, one = (ran(*inputs(case), "-b 4 -t 32 -x 0 -s 0 -m", m) for m in (-1, 15, 1))
+    value = [re.search("val loss (.*)", out)[1] for out in (whole, all_15, one)]
+    assert value[0] == value[1] != value[2] and "| val_num_batches       | 15 " in whole
+
+
+def test_x_minus_1_is_one_epoch(case):
+    """8333 tokens // 512 = 16 steps."""
+    out = ran(*inputs(case), "-b 8 -t 64", QUIET)
+    assert len(losses(out)) == 16 and "| train_num_batches     | 16 " in out and "step   16/16 |" in out
+
+
+def test_val_and_samples_are_due_on_their_periods_and_at_the_end(case):
+    """-v 3 -s 4 -x 7: validation before steps 1, 4, 7 and at the end; samples before step 5 and at the end, not at the start."""
+    out = ran(*inputs(case), "-b 4 -t 32 -x 7 -v 3 -m 1 -s 4 -g 3")
+    events = re.findall(r"^(val|generating|step +\d+)", out, re.MULTILINE)
+    expected = ["val", 1, 2, 3, "val", 4, "generating", 5, 6, "val", 7, "val", "generating"]
+    assert events == [f"step {e:4d}" if isinstance(e, int) else e for e in expected]
+
+
+def test_a_1_learns_the_first_validation_batch_by_heart(case, tmp_path):
+    """Training and validation see the same batch, so the loss falls, and the first training loss is the first -m 1 validation loss."""
+    argv = [*inputs(case), "-i", tmp_path / "not_needed.bin", "-b 4 -t 32 -x 30 -a 1 -l 1e-2 -v 1 -m 1 -s 0"]
+    out = ran(*argv)
+    trained, validated = [float(x) for x in losses(out)], [float(x) for x in re.findall(r"val loss (\S+)", out)]
+    assert trained == pytest.approx(validated[:-1], abs=2e-6)  # the same batch at every step
+    assert validated[-1] < 0.5 * validated[0] and "-j" not in out
+
+
+def test_accumulation_gives_one_large_batch_s_losses(case):
+    """-b 4 -d 256 walks the data as -b 4 does, two micro-steps to a step: each loss is the mean of two."""
+    frozen = "-l 0 -t 32 -b 4"
+    single = [float(x) for x in losses(ran(*inputs(case), frozen, QUIET, "-x 12"))]
+    double = [float(x) for x in losses(ran(*inputs(case), frozen, QUIET, "-x 6 -d 256"))]
+    assert double == pytest.approx([(a + b) / 2 for a, b in zip(single[::2], single[1::2])], abs=2e-6)
+
+
+def test_recompute_levels_print_the_same_losses(case):
+    assert len({tuple(losses(ran(*inputs(case), "-b 4 -t 32 -x 6", QUIET, "-r", r))) for r in (0, 1, 2)}) == 1
+
+
+def test_head_chunk_changes_no_digit_of_the_first_loss(case):
+    assert len({losses(ran(*inputs(case), "-b 4 -t 32 -x 1", QUIET, "--head-chunk", rows))[0] for rows in (0, 1, 7, 128, 10**6)}) == 1
+
+
+def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case, tmp_path):
+    """The last of 140 steps has a z-score above the limit; straight to 139 gives the same weights, moments and windows."""
+    argv = [*inputs(case), "-b 1 -t 8 -k constant -l 1e-5", QUIET, "-n 1000"]
+    zs = re.findall(r"loss \S+ \((\S+)z\)\| norm \S+ \((\S+)z\)", ran(*argv, "-x 160"))
+    assert all(loss_z == norm_z == "+nan" for loss_z, norm_z in zs[:128]), "the window is full after 128 values"
+    for flag, column in (("-sl", 0), ("-sg", 1)):
+        score = [float(pair[column]) for pair in zs]
+        at = next(i for i in range(130, 160) if score[i] > max(1.0, *score[128:i]))
+        limit = max(0.9 * score[at], *(s + 0.01 for s in score[128:at]))
+        before, after = tmp_path / f"before{flag}", tmp_path / f"after{flag}"
+        ran(*argv, "-x", at, "-o", before, flag, limit)
+        out = ran(*argv, "-x", at + 1, "-o", after, flag, limit)
+        what = {"-sl": "loss", "-sg": "grad"}[flag]
+        assert re.findall("skipping update due to (.*) z-score of", out) == [what]
+        assert (before / f"model_{at:08d}.bin").read_bytes() == (after / f"model_{at + 1:08d}.bin").read_bytes()
+        assert (before / f"extra_{at:08d}_00000.json").read_bytes() == (after / f"extra_{at + 1:08d}_00000.json").read_bytes()
+        moments = slice(1024, 1024 + 3 * 4 * num_parameters(CONFIG))
+        assert (before / f"state_{at:08d}_00000.bin").read_bytes()[moments] == (after / f"state_{at + 1:08d}_00000.bin").read_bytes()[moments]
+
+
+def test_printed_z_scores_are_the_detector_s(case):
+    """Recomputed from the printed losses, up to the digits printed."""
+    out, detector = ran(*inputs(case), "-b 1 -t 8 -x 150", QUIET), OutlierDetector()
+    printed = re.findall(r"loss (\S+) \((\S+)z\)", out)
+    assert len(printed) == 150
+    for loss, z in printed:
+        expected = detector.update(float(loss))
+        assert (z == "+nan") == math.isnan(expected) and (z == "+nan" or float(z) == pytest.approx(expected, abs=0.02))
+
+
+@pytest.mark.parametrize("B", range(1, 9))
+def test_hellaswag_scores_the_same_with_any_batch(case, B):
+    """golden/eval_A.json, also for batches that cut an example in two."""
+    expected = json.loads((GOLDEN / "eval_A.json").read_text())
+    out = ran(*inputs(case), "-x 0 -t 32 -h 1 -b", B, QUIET, "--hellaswag-data", case / "eval.bin")
+    correct, total = expected["correct"], expected["num_examples"]
+    assert f"HellaSwag: {correct}/{total} = {correct / total:f}\n" in out and "| run hellaswag         | yes " in out
+
+
+def test_hellaswag_is_due_when_validation_is_but_not_at_the_start(case, tmp_path):
+    ran(*inputs(case), "-b 4 -t 32 -x 5 -v 2 -m 1 -s 0 -h 1 --hellaswag-data", case / "eval.bin", "-o", tmp_path)
+    log = (tmp_path / "main.log").read_text()
+    assert re.findall(r"s:(\d+) eval", log) == ["2", "4", "5"] and re.findall(r"s:(\d+) tel", log) == ["0", "2", "4", "5"]
+
+
+def tokenizer_bytes(table: list[bytes], end_of_text: int) -> bytes:
+    return header(20240328, 2, len(table), end_of_text) + b"".join(bytes([len(token)]) + token for token in table)
+
+
+@pytest.mark.parametrize("where", ["flag", "cwd", "beside the data"])
+def test_samples_are_text_where_a_tokenizer_is(case, tmp_path, monkeypatch, where):
+    """Token i is a letter of its own, so the text must be the ids of the run without a tokenizer; control characters are not printed."""
+    table = [chr(0x4E00 + i).encode() for i in range(94)] + [b"\x07", b"<|endoftext|>"]
+    data = write_case_a(tmp_path / "data")
+    argv = [*inputs(data), "-b 1 -t 8 -x 0 -v 0 -g 40"]
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    plain = ran(*argv)
+    assert "samples are printed as token ids" in plain
+    ids = [int(i) for i in plain.split("---\n")[1].split()]
+    path = {"flag": tmp_path / "t.bin", "cwd": work / "gpt2_tokenizer.bin", "beside the data": data / "gpt2_tokenizer.bin"}[where]
+    path.write_bytes(tokenizer_bytes(table, 95))
+    out = ran(*argv, *(["--tokenizer", path] if where == "flag" else []))
+    assert len(ids) == 39 and out.split("---\n")[1] == "".join(table[i].decode() for i in ids if i != 94) + "\n"
+    assert "token ids" not in out
+
+
+def test_a_tokenizer_of_another_vocabulary_found_by_chance_is_not_used(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2_tokenizer.bin").write_bytes(tokenizer_bytes([b"x"] * 5, 4))
+    assert re.search(r"generating:\n---\n\d+ \d+\n---", ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g 3"))
+
+
+def test_a_tokenizer_that_cuts_characters_prints_a_replacement(case, tmp_path):
+    path = tmp_path / "t.bin"
+    path.write_bytes(tokenizer_bytes([b"\xe4"] * 95 + [b"end"], 95))
+    assert "\N{REPLACEMENT CHARACTER}" in ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g 5 --tokenizer", path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 64])
+def test_samples_are_g_tokens_long_with_their_start(case, length):
+    """-g counts the end-of-text it starts from."""
+    out = ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g", length)
+    assert len(out.split("---\n")[1].split()) == max(0, length - 1)
+
+
+def test_a_new_run_replaces_the_log_and_without_o_nothing_is_written(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [*inputs(case), "-b 4 -t 32 -x 2", QUIET]
+    ran(*argv, "-n 1")
+    assert not list(tmp_path.iterdir())
+    first = ran(*argv, "-o", tmp_path) and (tmp_path / "main.log").read_text()
+    ran(*argv, "-o", tmp_path)
+    assert (tmp_path / "main.log").read_text() == first and first.count("\n") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["main.log"]
+
+
+def test_n_without_o_says_that_nothing_is_written(case):
+    out = ran(*inputs(case), "-b 4 -t 32 -x 1 -n 1", QUIET)
+    assert "note: -n 1 writes no checkpoints without -o" in out and "Writing" not in out
+
+
+def test_z_1_of_one_process_says_so_and_changes_nothing(case):
+    plain, sharded = (ran(*inputs(case), "-b 4 -t 32 -x 3", QUIET, "-z", z) for z in (0, 1))
+    assert losses(plain) == losses(sharded) and "-z 1 is the same as -z 0" in sharded
+
+
+def test_schedulers_print_their_own_rates(case):
+    """10 steps of each; the closed forms of the contract."""
+    forms = {
+        "constant": lambda s: 1.0,
+        "cosine": lambda s: (s + 1) / 2 if s < 2 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (s - 2) / 8)),
+        "linear": lambda s: (s + 1) / 2 if s < 2 else 1 - 0.9 * (s - 2) / 8,
+        "wsd": lambda s: (s + 1) / 2 if s < 2 else 1.0 if s < 8 else 0.1 + (1 - math.sqrt((s - 8) / 2)) * 0.9,
+    }
+    for kind, form in forms.items():
+        out = ran(*inputs(case), "-b 1 -t 8 -x 10 -l 1e-3 -u 2 -q 0.1", QUIET, "-k", kind)
+        assert [float(lr) for lr in re.findall(r"lr (\S+) \|", out)] == pytest.approx([1e-3 * form(s) for s in range(10)], rel=0.006)
+
+
+def test_bf16_starts_from_a_descriptor_s_rounded_draws(case, tmp_path):
+    """A run from random weights writes them at -x 0: fp32 and bf16 come from the same draws, bf16 rounded to nearest even."""
+    tokens = token_stream(600)
+    (tmp_path / "tokens.bin").write_bytes(header(20240520, 1, len(tokens)) + tokens.tobytes())
+    tiny = {6: (64, 2)}
+    arrays = {}
+    with patch("llmc.config.GPT2_DEPTHS", tiny):
+        for precision in ("fp32", "bf16"):
+            folder = tmp_path / precision
+            out = ran("-e d6 -i", tmp_path / "tokens.bin", "-b 1 -t 8 -x 0 -n 1 -o", folder, "--precision", precision, QUIET)
+            assert f"| precision             | {precision.upper()} " in out and "| weight init method    | d6 " in out
+            arrays[precision] = (folder / "model_00000000.bin").read_bytes()[1024:]
+    bits = np.frombuffer(arrays["fp32"], "<u4")
+    assert np.array_equal(np.frombuffer(arrays["bf16"], "<u2"), ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
+
+
+def test_importing_the_program_prints_nothing_and_needs_no_torch():
+    import subprocess
+
+    code = "import sys, train_gpt2; sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_each_batch_is_asked_for_once_and_validation_starts_over(case):
+    """Structure of the loader's work: one next_batch per micro-step, -m per validation after one reset, nothing else."""
+    from llmc.data.shards import TokenLoader
+
+    calls, real = [], {name: getattr(TokenLoader, name) for name in ("next_batch", "reset")}
+
+    def counted(name):
+        def method(self):
+            calls.append((self.flag, name))
+            return real[name](self)
+        return method
+
+    with patch.object(TokenLoader, "next_batch", counted("next_batch")), patch.object(TokenLoader, "reset", counted("reset")):
+        ran(*inputs(case), "-b 4 -t 32 -d 256 -x 4 -v 2 -m 3 -s 0")
+    made, loop = calls[:2], calls[2:]
+    assert sorted(made) == [("-i", "reset"), ("-j", "reset")]
+    validation, step = [("-j", "reset")] + [("-j", "next_batch")] * 3, [("-i", "next_batch")] * 2
+    assert loop == validation + step + step + validation + step + step + validation
+
+
+def test_tokens_per_second_and_mfu_follow_from_the_time(case):
+    """First step: tok/s = tokens / ms; MFU = flops per token * tok/s / peak, which is faked to 1 TFLOP/s."""
+    out = ran(*inputs(case), "-b 4 -t 32 -x 1", QUIET)
+    ms, mfu, rate = map(float, re.search(r"\| (\S+) ms \| (\S+)% bf16 MFU \| (\S+) tok/s", out).groups())
+    assert rate == pytest.approx(128 / ms * 1e3, rel=0.01 / ms + 1e-3 + 1 / rate)
+    flops = 6 * num_parameters(CONFIG) + 6 * 3 * 64 * 32
+    assert mfu == pytest.approx(100 * flops * rate / 1e12, abs=0.06)
+
+
+def test_log_steps_of_a_longer_run_have_no_gap(golden_run):
+    steps = [int(s) for s in re.findall(r"s:(\d+) trl", (golden_run[1] / "main.log").read_text())]
+    assert all(b == a + 1 for a, b in pairwise(steps)) and (steps[0], steps[-1]) == (0, 39)

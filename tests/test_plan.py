@@ -1,0 +1,337 @@
+"""The tables, the recompute ladder and the plan: every byte has one owner at a time, and the sizes are the promised ones."""
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from llmc.config import ModelConfig, config_from_descriptor
+from llmc.memory.ladder import NOT_KEPT, backward_schedule, kept_names
+from llmc.memory.plan import ALIGNMENT, MIB, TUNING, Plan, PlanOptions, head_chunk_rows
+from llmc.memory.report import allocation_lines, plan_table, usage_lines
+from llmc.memory.tables import (
+    BACKWARD_STAGES, BLOCK_ACTIVATIONS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, num_parameters, parameter_shapes, resolve, sizes_of,
+)  # fmt: skip
+
+REPO = Path(__file__).resolve().parent.parent
+D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
+TINY = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)
+ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
+ONE = ModelConfig(max_seq_len=1, vocab_size=1, num_layers=1, num_heads=1, channels=1, padded_vocab_size=1)
+LEVELS = tuple(NOT_KEPT)
+
+
+def options(config, B, T, **changes):
+    return PlanOptions(config, B, T, **{"sample_length": min(64, config.max_seq_len)} | changes)
+
+
+# ----------------------------------------------------------------------------
+# tables
+
+
+def test_parameters_are_llmc_s_sixteen_in_file_order():
+    C, L, T, Vp = 768, 12, 1024, 50304
+    assert list(parameter_shapes(D12).items()) == [
+        ("wte", (Vp, C)), ("wpe", (T, C)), ("ln1w", (L, C)), ("ln1b", (L, C)), ("qkvw", (L, 3 * C, C)), ("qkvb", (L, 3 * C)),
+        ("attprojw", (L, C, C)), ("attprojb", (L, C)), ("ln2w", (L, C)), ("ln2b", (L, C)), ("fcw", (L, 4 * C, C)), ("fcb", (L, 4 * C)),
+        ("fcprojw", (L, C, 4 * C)), ("fcprojb", (L, C)), ("lnfw", (C,)), ("lnfb", (C,)),
+    ]  # fmt: skip
+
+
+def test_d12_has_llmc_s_number_of_parameters():
+    assert num_parameters(D12) == 124475904
+
+
+def test_decay_applies_to_the_six_matrices_only():
+    assert [p.name for p in PARAMETERS if p.decay] == ["wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw"]
+
+
+def test_initialisation_of_each_parameter():
+    kinds = {p.name: p.init for p in PARAMETERS}
+    assert {n for n, k in kinds.items() if k == "normal"} == {"wte", "wpe", "qkvw", "fcw"}
+    assert {n for n, k in kinds.items() if k == "residual"} == {"attprojw", "fcprojw"}
+    assert {n for n, k in kinds.items() if k == "ones"} == {"ln1w", "ln2w", "lnfw"}
+
+
+def test_shapes_resolve_letters_factors_and_bare_numbers():
+    assert resolve("L 3C C 2 10", {"L": 12, "C": 768}) == (12, 2304, 768, 2, 10)
+
+
+# ----------------------------------------------------------------------------
+# the recompute ladder
+
+
+def test_what_each_level_keeps_is_the_design_table():
+    """Channels of a row kept per layer, statistics aside, are 16C, 12C and 10C; the names not kept are the table's."""
+    names = {a.name for a in BLOCK_ACTIVATIONS}
+    factor = {a.name: resolve(a.shape, {"B": 1, "T": 1, "C": 1, "NH": 1, "Tp": 1}) for a in BLOCK_ACTIVATIONS if a.dtype == "act"}
+    for level, absent, channels in ((0, set(), 16), (1, {"fch_gelu"}, 12), (2, {"fch_gelu", "ln1", "ln2"}, 10)):
+        kept = set(kept_names(level))
+        assert kept == names - absent
+        assert sum(prod(factor[n]) for n in kept if n in factor) == channels
+
+
+@pytest.mark.parametrize("level, again", [
+    (0, []),
+    (1, ["gelu"]),
+    (2, ["gelu", "ln2", "ln1"]),
+])  # fmt: skip
+def test_each_level_runs_again_only_what_the_design_says(level, again):
+    """From the saved mean and rstd: no statistics are computed twice. Each runs right before its first reader."""
+    schedule = [s.name for s in backward_schedule(level)]
+    backward = [s.name for s in BACKWARD_STAGES]
+    assert [s for s in schedule if s in backward] == backward
+    assert [s for s in schedule if s not in backward] == again
+    before = {"gelu": "fcproj_backward", "ln2": "fc_backward", "ln1": "qkv_backward"}
+    for stage in again:
+        assert schedule[schedule.index(stage) + 1] == before[stage]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_backward_reads_nothing_that_is_not_there(level):
+    """Walk the schedule: every name read is the block's input or output, kept, or written earlier in this very pass."""
+    there = {"residual", "dresidual", *kept_names(level)}
+    for stage in backward_schedule(level):
+        assert set(stage.reads) <= there, stage.name
+        there |= set(stage.writes)
+
+
+# ----------------------------------------------------------------------------
+# the plan: lifetimes worked out here, from who reads and writes, and not from the spans the placer used
+
+LAYERNORM = {"norm_rows", "norm_sums", "norm_stats"}
+# what the stages outside the blocks touch, as gpt2.py and its layers read
+OUTSIDE = {
+    "encoder": {"inputs", "encoded"},
+    "lnf": {"lnf", "lnf_mean", "lnf_rstd", "norm_rows", "residual"},
+    "head": {"lnf", "logits", "losses", "targets", "classifier_rows", "classifier_stats"},
+    "lnf_backward": {"lnf", "lnf_mean", "lnf_rstd", "dresidual", "residual", *LAYERNORM},
+    "encoder_backward": {"dresidual", "inputs", "encoder_sums", "encoder_rows", "encoder_gathered", "noise", "noise_work"},
+    "mean_loss": {"losses"},
+    "update": {"norm_partials", "norm_work", "noise", "noise_work", "update_gradient", "update_parameter"},
+}
+
+
+def touched(stage):
+    extra = set()
+    if stage.name.startswith("ln") and "backward" not in stage.name:
+        extra = {"norm_rows"}
+    elif stage.name in ("ln1_backward", "ln2_backward"):
+        extra = LAYERNORM
+    elif stage.name in ("fcproj_backward", "fc_backward", "attproj_backward", "qkv_backward"):
+        extra = {"bias_sum"}
+    return set(stage.reads) | set(stage.writes) | extra
+
+
+def timeline(plan):
+    """[(reads or both, pure writes)] of one step of a two-layer model: every block twice, so that layers meet each other."""
+    forward = [(s.name, touched(s), set(s.writes) - set(s.reads)) for s in FORWARD_STAGES] * 2
+    backward = [(s.name, touched(s), set(s.writes) - set(s.reads)) for s in plan.schedule] * 2
+    once = {name: (name, names, set()) for name, names in OUTSIDE.items()}
+    return [once["encoder"], *forward, once["lnf"], once["head"], once["lnf_backward"], *backward,
+            once["encoder_backward"], once["mean_loss"], once["update"]]  # fmt: skip
+
+
+def alive_at(plan):
+    """For every moment of the timeline the set of names whose bytes must not be touched by another.
+
+    A transient is alive from a pure write to its last touch before the next. Kept ones, and what crosses micro-steps or
+    the whole pass, are alive from their first touch to their last.
+    """
+    events = timeline(plan)
+    kept = {t.name for t in plan.tensors.values() if t.purpose == "kept"}
+    alive = [set() for _ in events]
+    for name in plan.tensors:
+        at = [i for i, (_, names, _) in enumerate(events) if name in names]
+        writes = [i for i, (_, _, pure) in enumerate(events) if name in pure]
+        if name in kept:
+            # layer l's slice is written by its own block and read by its own backward: from the encoder on to be safe
+            spans = [(0, len(events) - 3)]
+        elif writes:
+            ends = [max(i for i in at if i < nxt) for nxt in (*writes[1:], len(events))]
+            spans = list(zip(writes, ends))
+        elif at:
+            spans = [(at[0], at[-1])]
+            if name in LAYERNORM | {"norm_rows", "bias_sum", "noise", "noise_work"}:
+                spans = [(i, i) for i in at]  # working room, empty between its uses
+        else:
+            spans = []
+        for first, last in spans:
+            for i in range(first, last + 1):
+                alive[i].add(name)
+    # losses: zeroed at the first micro-step, added to at each, read after the last; sampling and evaluation come after the update
+    for i in range(len(events) - 1):
+        alive[i].add("losses")
+    sample = {t.name for t in plan.tensors.values() if t.purpose == "sample"}
+    return [*alive, sample]
+
+
+CASES = [
+    (TINY, 4, 32), (ODD, 3, 7), (ODD, 1, 1), (ONE, 1, 1), (ONE, 5, 1), (D12, 4, 1024), (D12, 3, 77), (D48, 1, 1024),
+    (config_from_descriptor("gpt3:c384"), 2, 2048),
+]  # fmt: skip
+every_plan = pytest.mark.parametrize("config, B, T", CASES)
+
+
+def all_options(config, B, T):
+    for level in LEVELS:
+        for device in TUNING:
+            for precision in ("fp32", "bf16"):
+                for master in (True, False):
+                    yield options(config, B, T, recompute=level, device=device, precision=precision, master_weights=master)
+    yield options(config, B, T, head_chunk=1)
+    yield options(config, B, T, head_chunk=10**9, sample_length=0)
+
+
+@every_plan
+def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
+    for o in all_options(config, B, T):
+        plan = Plan(o)
+        met = {frozenset(pair) for names in alive_at(plan) for pair in ((a, b) for a in names for b in names if a < b)}
+        for a, b in (map(plan.tensors.get, pair) for pair in met):
+            if a is None or b is None:
+                continue  # a tensor that this precision does not need
+            apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+            assert apart, f"{a.name} and {b.name} overlap at -r {o.recompute}, {o.device}, {o.precision}"
+
+
+@every_plan
+def test_arena_covers_every_tensor_and_every_tensor_is_aligned(config, B, T):
+    for o in all_options(config, B, T):
+        plan = Plan(o)
+        for t in plan.tensors.values():
+            assert t.offset >= 0 and t.offset % ALIGNMENT == 0
+            assert t.nbytes == prod(t.shape) * DTYPE_BYTES[t.dtype] > 0
+            assert t.offset + t.nbytes <= plan.arenas["activations"]
+        assert plan.arenas["activations"] == max(-(-(t.offset + t.nbytes) // 256) * 256 for t in plan.tensors.values())
+
+
+def test_every_tensor_of_every_plan_is_known_to_the_check_above():
+    """A tensor added to the plan must be added to this file's own list of who touches what."""
+    for o in all_options(ODD, 3, 7):
+        plan = Plan(o)
+        known = set().union(*alive_at(plan))
+        assert set(plan.tensors) <= known
+
+
+def test_plan_holds_every_activation_with_its_own_shape_and_type():
+    sizes = sizes_of(ODD, 3, 7) | {"Tp": 7}
+    for level in LEVELS:
+        plan = Plan(options(ODD, 3, 7, recompute=level, precision="bf16"))
+        for a in BLOCK_ACTIVATIONS:
+            t = plan.tensors[a.name]
+            leading = (5,) if a.name in kept_names(level) else ()
+            assert t.shape == (*leading, *resolve(a.shape, sizes)) and t.dtype == ("bf16" if a.dtype == "act" else a.dtype)
+            assert (t.purpose == "kept") == (a.name in kept_names(level))
+
+
+@pytest.mark.parametrize("config, B, mib", [(D12, 64, (313, 247, 213)), (D48, 16, (2455, 1868, 1571))], ids=["d12", "d48"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_activations_per_sequence_are_within_3_percent_of_the_design(config, B, mib, level):
+    plan = Plan(PlanOptions(config, B, 1024, precision="bf16", recompute=level, device="cuda"))
+    assert plan.bytes_per_sequence == plan.arenas["activations"] // B
+    assert plan.bytes_per_sequence / MIB <= 1.03 * mib[level]
+    assert plan.arenas["activations"] >= plan.kept_bytes
+
+
+@pytest.mark.parametrize("device", list(TUNING))
+def test_level_2_saves_what_llmc_issue_478_left_open(device):
+    """Two layernorms of twelve layers, 4 x 1024 x 768 bf16 each: 144 MiB, for real and not only among the kept."""
+    one, two = (Plan(PlanOptions(D12, 4, 1024, precision="bf16", recompute=r, device=device)) for r in (1, 2))
+    assert one.kept_bytes - two.kept_bytes == 144 * MIB
+    assert one.total_bytes - two.total_bytes >= 144 * MIB
+
+
+@pytest.mark.parametrize("config, B, T", [(D12, 4, 1024), (D48, 2, 512), (TINY, 4, 32)])
+def test_each_level_needs_less_than_the_one_below(config, B, T):
+    for precision in ("fp32", "bf16"):
+        totals = [Plan(options(config, B, T, recompute=r, precision=precision)).total_bytes for r in LEVELS]
+        assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(totals)
+
+
+def test_arenas_are_the_parameters_times_their_bytes():
+    n = num_parameters(ODD)
+    kinds = (("fp32", True), ("bf16", True), ("bf16", False))
+    fp32, bf16, bare = (Plan(options(ODD, 3, 7, precision=p, master_weights=w)).arenas for p, w in kinds)
+    assert [fp32[k] for k in ("parameters", "gradients", "m", "v")] == [4 * n] * 4 and "master" not in fp32
+    assert [bf16[k] for k in ("parameters", "gradients", "m", "v", "master")] == [2 * n, 2 * n, 4 * n, 4 * n, 4 * n]
+    assert [bare[k] for k in ("parameters", "gradients", "m", "v")] == [2 * n, 2 * n, 4 * n, 4 * n] and "master" not in bare
+    plan = Plan(options(ODD, 3, 7))
+    assert plan.total_bytes == sum(plan.arenas.values()) + plan.library_bytes
+
+
+@pytest.mark.parametrize("rows, wish, want", [(4096, 0, 512), (513, 0, 257), (1, 0, 1), (100, 7, 7), (100, 1000, 100)])
+def test_head_chunk_is_the_wish_or_equal_chunks(rows, wish, want):
+    assert head_chunk_rows(PlanOptions(D12, 1, rows, head_chunk=wish, device="cpu")) == want
+
+
+@pytest.mark.parametrize("config, T", [(TINY, 32), (ODD, 7), (D12, 1024), (D12, 64)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_largest_batch_is_exactly_the_largest(config, T, level):
+    """Against trying them all: no larger batch fits, although one more row can halve the head's chunk and need less."""
+    o = options(config, 1, T, recompute=level, precision="bf16", device="cpu")
+    totals = [Plan(replace(o, B=B)).total_bytes for B in range(1, 41)]
+    for budget in (totals[0] - 1, totals[0], totals[1] - 1, totals[6] - 1, totals[6], totals[7], totals[8], totals[20] - 1, totals[20]):
+        fitting = [B for B, total in enumerate(totals, 1) if total <= budget]
+        assert Plan(o).largest_batch(budget) == max(fitting, default=0), f"budget {budget}"
+
+
+def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
+    budget = 8 << 30
+    assert len({Plan(PlanOptions(D12, B, 1024)).largest_batch(budget) for B in (1, 4, 9)}) == 1
+
+
+# ----------------------------------------------------------------------------
+# the report
+
+
+def test_plan_table_has_every_level_with_the_plan_s_own_numbers():
+    o = PlanOptions(D12, 4, 1024, precision="bf16", recompute=1, device="cuda")
+    text = plan_table(o)
+    lines = [line.split() for line in text.splitlines()]
+    rows = {line[0].rstrip("*"): line for line in lines if line and line[0].rstrip("*").isdecimal()}
+    assert list(rows) == [str(level) for level in LEVELS]
+    assert [key for key, row in rows.items() if row[0].endswith("*")] == ["1"]
+    for level in LEVELS:
+        plan = Plan(replace(o, recompute=level))
+        a, row = plan.arenas, rows[str(level)]
+        optimizer = a["m"] + a["v"] + a["master"]
+        shared = a["activations"] - plan.kept_bytes
+        want = (a["parameters"], a["gradients"], optimizer, plan.kept_bytes, shared, plan.library_bytes, plan.total_bytes)
+        assert row[1:9] == [f"{n / MIB:.1f}" for n in (*want, plan.bytes_per_sequence)]
+        assert " ".join(row[9:]) == (", ".join(NOT_KEPT[level]) or "-")
+    assert "L=12 NH=12 C=768 V=50257, B=4 T=1024, bf16, on cuda" in text
+
+
+def test_allocation_lines_are_llmc_s_words_and_the_plan_s_bytes():
+    plan = Plan(PlanOptions(D12, 4, 1024, precision="bf16"))
+    a = {k: n // MIB for k, n in plan.arenas.items()}
+    assert allocation_lines(plan) == [
+        f"allocating {a['gradients']} MiB for parameter gradients",
+        f"allocating {a['activations']} MiB for activations",
+        f"allocating {a['m']} MiB for AdamW optimizer state m",
+        f"allocating {a['v']} MiB for AdamW optimizer state v",
+        f"allocating {a['master']} MiB for master copy of params",
+    ]
+    assert (a["gradients"], a["m"], a["master"]) == (237, 474, 474)  # 124475904 x 2 and x 4 bytes
+    assert not any("master" in line for line in allocation_lines(Plan(PlanOptions(D12, 4, 1024, precision="fp32"))))
+
+
+def test_usage_lines_count_what_this_plan_already_holds():
+    """The memory to fill is what is free now and what this plan has taken."""
+    plan = Plan(PlanOptions(D12, 4, 1024, precision="bf16"))
+    lines = usage_lines(plan, 3 * MIB, 10 * MIB, 5 << 30)
+    assert lines[0] == "device memory usage: 3 MiB / 10 MiB"
+    assert lines[1] == f"memory per sequence: {plan.bytes_per_sequence // MIB} MiB"
+    assert lines[2] == f" -> estimated maximum batch size: {plan.largest_batch((5 << 30) + plan.total_bytes)}"
+
+
+@pytest.mark.parametrize("arguments", [["--plan", "-e", "d48", "-b", "16", "-r", "2"], ["--help"], ["--version"]], ids=lambda a: a[0])
+def test_plan_and_help_do_not_import_torch(arguments):
+    """They answer at once and on any machine."""
+    code = f"import sys, train_gpt2; assert train_gpt2.main({arguments!r}) == 0; assert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

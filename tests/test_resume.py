@@ -1,0 +1,476 @@
+"""A run that stops and goes on writes the bytes of the run that never stopped: stopped by -x, by a signal, by SIGKILL, anywhere.
+
+Compared are the last checkpoint's model, state and extra files and main.log, byte for byte.
+"""
+import fcntl
+import json
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from case_a import CONFIG, write_case_a
+from conftest import REPO
+from test_loop import QUIET, inputs, losses, ran, run, words_of
+
+from llmc.memory.tables import num_parameters
+
+N = num_parameters(CONFIG)
+SMALL = "-b 4 -t 64 -d 512 -l 3e-3 -u 3 -q 0.1 -c 0.1"  # 16 steps to an epoch of 19 + 13 samples
+
+
+def bf16_model_bytes(fp32: bytes) -> bytes:
+    """A model file with every weight rounded to the nearest bf16, ties to even."""
+    sizes = np.frombuffer(fp32[:1024], "<i4").copy()
+    sizes[1] = 5
+    bits = np.frombuffer(fp32[1024:], "<u4")
+    return sizes.tobytes() + ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Path:
+    folder = write_case_a(tmp_path_factory.mktemp("case_a"))
+    (folder / "bf16.bin").write_bytes(bf16_model_bytes((folder / "model.bin").read_bytes()))
+    return folder
+
+
+def files_of(folder: Path, step: int) -> dict[str, bytes]:
+    """The checkpoint of a step, which must be complete."""
+    assert (folder / f"DONE_{step:08d}").read_bytes() == b""
+    names = (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"extra_{step:08d}_00000.json")
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("DONE_" + 8 * "[0-9]"))
+
+
+def assert_same_end(folder: Path, reference: Path, step: int, log=True) -> None:
+    expected, found = files_of(reference, step), files_of(folder, step)
+    for name, content in expected.items():
+        assert found[name] == content, f"{name} differs"
+    if log:
+        assert (folder / "main.log").read_text() == (reference / "main.log").read_text()
+    assert not list(folder.glob("*.tmp"))
+
+
+def keep_only(folder: Path, step: int, target: Path) -> Path:
+    """A copy of the folder in which the checkpoints of all other steps were never written."""
+    shutil.copytree(folder, target, ignore=lambda _, names: [n for n in names if n != "main.log" and f"{step:08d}" not in n])
+    return target
+
+
+def stop_at(step: int, number=signal.SIGTERM):
+    """An after_step that sends this process the signal when `step` steps are done."""
+    return lambda done: signal.raise_signal(number) if done == step else None
+
+
+class Crash(Exception):
+    """What happens to a machine."""
+
+
+def crash_at(step: int):
+    def after_step(done):
+        if done == step:
+            raise Crash
+    return after_step
+
+
+# ----------------------------------------------------------------------------
+# resume equality
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("w", [0, 1])
+@pytest.mark.parametrize("r", [0, 2])
+def test_stopped_crashed_and_straight_runs_write_the_same_bytes(case, tmp_path, precision, w, r):
+    """Stopped by SIGTERM at 3, gone on, crashed at 7 after the checkpoint of 5 and gone on again; validation and samples meanwhile."""
+    model = case / {"fp32": "model.bin", "bf16": "bf16.bin"}[precision]
+    argv = [*inputs(case), "-e", model, SMALL, "-b 2 -t 32 -d 128 -x 10 -v 3 -m 2 -s 5 -g 4 -n 5 --precision", precision, "-r", r, "-w", w]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    ran(*argv, "-o", straight)
+    out = ran(*argv, "-o", broken, "-y 1", after_step=stop_at(3))
+    assert "SIGTERM: finishing this step" in out and "-y 1: no complete checkpoint in" in out and steps_in(broken) == [3]
+    with pytest.raises(Crash):
+        run(*argv, "-o", broken, "-y 1", after_step=crash_at(7))
+    assert steps_in(broken) == [3, 5]
+    out = ran(*argv, "-o", broken, "-y 1")
+    assert f"resuming at step 5 from {broken}\n" in out and "step    6/10 |" in out and "step    5/10 |" not in out
+    assert_same_end(broken, straight, 10)
+    state = files_of(straight, 10)["state_00000010_00000.bin"]
+    assert len(files_of(straight, 10)["model_00000010.bin"]) == 1024 + N * (4 if precision == "fp32" else 2)
+    assert struct.unpack_from("<I", state, 16)[0] == w
+
+
+def test_a_run_resumes_on_both_sides_of_a_shard_s_and_an_epoch_s_end(case, tmp_path):
+    """18 steps of two micro-steps: the first shard ends after 19 or 13 of them, within a step, the epoch after 32."""
+    argv = [*inputs(case), SMALL, "-x 18 -n 1 -v 4 -m 2 -s 0"]
+    straight = tmp_path / "straight"
+    out = ran(*argv, "-o", straight)
+    assert steps_in(straight) == list(range(1, 19)) and len(set(losses(out))) == 18
+    for step in (1, 6, 7, 9, 10, 15, 16, 17):
+        resumed = keep_only(straight, step, tmp_path / f"from_{step}")
+        again = ran(*argv, "-o", resumed, "-y 1 -n 18")
+        assert losses(again) == losses(out)[step:]
+        assert_same_end(resumed, straight, 18)
+
+
+def test_two_straight_runs_give_the_same_bytes(case, tmp_path):
+    argv = [*inputs(case), "-e", case / "bf16.bin", SMALL, "-x 6 -n 3 -v 2 -s 2 -g 6"]
+    outs = [re.sub(r"\| \S+ ms.*|average.*|memory usage.*|estimated.*|tmp/.*", "", ran(*argv, "-o", tmp_path / name)) for name in "ab"]
+    assert outs[0] == outs[1]
+    for step in (3, 6):
+        assert_same_end(tmp_path / "a", tmp_path / "b", step)
+
+
+def test_the_outlier_windows_are_part_of_a_checkpoint(case, tmp_path):
+    """160 steps with skips on both sides of a stop at 140, when the window of 128 is full; without the extra file the end is another."""
+    argv = [*inputs(case), "-b 1 -t 8 -l 1e-5 -k constant -x 160 -sl 1 -sg 1.5", QUIET, "-n 1000"]
+    straight, stopped, forgetful = (tmp_path / name for name in ("straight", "stopped", "forgetful"))
+    out = ran(*argv, "-o", straight)
+    before, _, after = out.partition("step  140/160")
+    assert "skipping update" in before and after.count("skipping update") > 1
+    ran(*argv, "-o", stopped, after_step=stop_at(140))
+    shutil.copytree(stopped, forgetful)
+    assert re.findall("skipping.*", ran(*argv, "-o", stopped, "-y 1")) == re.findall("skipping.*", after)
+    assert_same_end(stopped, straight, 160)
+    (forgetful / "extra_00000140_00000.json").unlink()
+    assert "skipping" not in ran(*argv, "-o", forgetful, "-y 1")
+    assert files_of(forgetful, 160) != files_of(straight, 160)
+
+
+def test_a_run_resumed_at_its_last_step_measures_again_and_changes_nothing(case, tmp_path):
+    argv = [*inputs(case), SMALL, "-x 4 -n 2 -v 2 -m 2 -s 0 -o", tmp_path]
+    first = ran(*argv)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    again = ran(*argv, "-y 1")
+    assert re.findall("val loss .*", again) == re.findall("val loss .*", first)[-1:] and not losses(again) and "Writing" not in again
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_checkpoint_beyond_the_last_step_says_that_nothing_is_left_to_do(case, tmp_path):
+    argv = [*inputs(case), SMALL, "-v 2 -m 1 -s 0 -n 4 -o", tmp_path]
+    ran(*argv, "-x 4")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    out = ran(*argv, "-x 3 -y 1")
+    assert "step 4 is beyond -x 3" in out and "val loss" not in out and not losses(out)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_checkpoint_without_an_extra_file_resumes(case, tmp_path):
+    """As llm.c writes it. Below 128 steps the windows decide nothing, so model, state and log still end the same."""
+    argv = [*inputs(case), SMALL, "-x 6 -n 3 -v 0 -s 0"]
+    straight, other = tmp_path / "straight", tmp_path / "other"
+    ran(*argv, "-o", straight)
+    keep_only(straight, 3, other)
+    (other / "extra_00000003_00000.json").unlink()
+    ran(*argv, "-o", other, "-y 1")
+    expected, found = files_of(straight, 6), files_of(other, 6)
+    names = ("model_00000006.bin", "state_00000006_00000.bin")
+    assert [found[name] for name in names] == [expected[name] for name in names]
+    assert (other / "main.log").read_text() == (straight / "main.log").read_text()
+    window = json.loads(found["extra_00000006_00000.json"])["loss_outliers"]["window"]
+    assert window == json.loads(expected["extra_00000006_00000.json"])["loss_outliers"]["window"][3:]
+
+
+def test_resuming_ignores_e_when_it_names_the_same_sizes_or_a_file(case, tmp_path):
+    """The weights come from the checkpoint, so a run goes on without the file it started from."""
+    argv = [*inputs(case), SMALL, "-n 2 -k constant", QUIET]
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    ran(*argv, "-x 4 -o", straight)
+    ran(*argv, "-x 2 -o", moved)
+    out = ran(*argv, "-x 4 -y 1 -o", moved, "-e", tmp_path / "gone.bin")
+    assert "| weight init method    | intermediate checkpoint " in out
+    assert files_of(moved, 4) == files_of(straight, 4)
+
+
+def test_overfitting_one_batch_resumes_too(case, tmp_path):
+    """-a 1 does not shuffle: its state file ends after the tensors."""
+    argv = [*inputs(case), "-b 4 -t 32 -a 1 -x 6 -n 3", QUIET]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    ran(*argv, "-o", straight)
+    keep_only(straight, 3, resumed)
+    ran(*argv, "-o", resumed, "-y 1")
+    assert_same_end(resumed, straight, 6)
+    assert len(files_of(straight, 6)["state_00000006_00000.bin"]) == 1024 + 3 * 4 * N
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_without_o_a_signal_ends_the_run_after_the_step_and_writes_nothing(case, tmp_path, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    out = ran(*inputs(case), "-b 4 -t 32 -x 9 -n 2", QUIET, after_step=stop_at(4, number))
+    assert len(losses(out)) == 4 and "Writing" not in out and "total average iteration time" in out and not list(tmp_path.iterdir())
+
+
+def test_a_signal_during_the_last_evaluation_still_leaves_a_checkpoint_and_a_log_in_order(case, tmp_path):
+    """Stopped while validating at step 4: neither HellaSwag nor the sample run, and the resumed run does all three."""
+    argv = [*inputs(case), SMALL, "-x 6 -v 2 -m 3 -s 4 -g 3 -n 6 -h 1 --hellaswag-data", case / "eval.bin"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    ran(*argv, "-o", straight)
+
+    import train_gpt2
+    real = train_gpt2.validate
+
+    def validate(run, step, stop):
+        if step == 4:
+            signal.raise_signal(signal.SIGINT)
+        real(run, step, stop)
+
+    out = ran(*argv, "-o", stopped, faked={"validate": validate})
+    assert "generating" not in out and out.count("HellaSwag:") == 1 and steps_in(stopped) == [4]
+    ran(*argv, "-o", stopped, "-y 1")
+    assert_same_end(stopped, straight, 6)
+
+
+# ----------------------------------------------------------------------------
+# files
+
+
+def test_rotation_keeps_the_newest_and_the_major_checkpoints(case, tmp_path):
+    """-n 2 -x 12: the rule of the contract, delete S - nk*n unless it is a multiple of nm; every file of a step goes with its DONE."""
+    for nk, nm, expected in ((0, 0, [2, 4, 6, 8, 10, 12]), (1, 0, [12]), (2, 0, [10, 12]), (1, 6, [6, 12]), (2, 4, [4, 8, 10, 12]), (9, 0, [2, 4, 6, 8, 10, 12])):
+        folder = tmp_path / f"{nk}_{nm}"
+        ran(*inputs(case), "-b 1 -t 8 -x 12 -n 2", QUIET, "-nk", nk, "-nm", nm, "-o", folder)
+        names = {f"{kind}_{step:08d}{end}" for step in expected for kind, end in
+                 (("DONE", ""), ("model", ".bin"), ("state", "_00000.bin"), ("extra", "_00000.json"))}  # fmt: skip
+        assert {path.name for path in folder.iterdir()} == names | {"main.log"}, (nk, nm)
+
+
+def test_rotation_goes_on_in_a_resumed_run(case, tmp_path):
+    argv = [*inputs(case), "-b 1 -t 8 -n 2 -nk 2", QUIET, "-o", tmp_path]
+    ran(*argv, "-x 4")
+    ran(*argv, "-x 8 -y 1")
+    assert steps_in(tmp_path) == [6, 8]
+
+
+def xorshift_states(draws: int) -> list[int]:
+    """Vigna's xorshift64* from llm.c's seed: the state before each draw, and after the last."""
+    mask, x = 2**64 - 1, 13371337
+    states = [x]
+    for _ in range(draws):
+        x ^= x >> 12
+        x = (x ^ (x << 25)) & mask
+        x ^= x >> 27
+        states.append(x)
+    return states
+
+
+def test_the_state_file_is_llmc_s_read_with_struct_alone(case, tmp_path):
+    """5 steps of 2 micro-steps: every field of the header and the section after the tensors, from the contract's offsets."""
+    ran(*inputs(case), SMALL, "-x 5 -n 5 -o", tmp_path, QUIET)
+    raw = (tmp_path / "state_00000005_00000.bin").read_bytes()
+    header = struct.unpack_from("<256i", raw)
+    assert header[:6] == (20240527, 1, 1, 0, 1, 1) and header[10] == 5
+    # a step draws one seed for each micro-step's embedding and one for each of 16 tensors
+    states = xorshift_states(5 * (2 + 16))
+    assert struct.unpack_from("<QQ", raw, 80) == (states[-1], states[-17])
+    shard_idx, sample_idx = struct.unpack_from("<QQ", raw, 120)
+    known = {10, 20, 21, 22, 23, 30, 31, 32, 33}
+    assert all(header[i] == 0 for i in range(6, 256) if i not in known)
+
+    m, v, master = (np.frombuffer(raw, "<f4", N, 1024 + 4 * N * i) for i in range(3))
+    model = (tmp_path / "model_00000005.bin").read_bytes()
+    assert master.tobytes() == model[1024:], "an fp32 model is its own master"
+    assert v.min() == 0 < v.max() and m.min() < 0 < m.max() and np.count_nonzero(m) == np.count_nonzero(v)
+    padded = slice(CONFIG.vocab_size * CONFIG.channels, CONFIG.padded_vocab_size * CONFIG.channels)
+    assert not m[padded].any() and not v[padded].any() and not master[padded].any()
+
+    at = 1024 + 12 * N
+    assert struct.unpack_from("<Q", raw, at) == (2,)
+    shards = struct.unpack_from("<2i", raw, at + 8)
+    assert sorted(shards) == [0, 1] and shard_idx == 0 and sample_idx == 10
+    samples = (19, 13)[shards[0]]
+    assert struct.unpack_from("<Q", raw, at + 16) == (samples,)
+    order = struct.unpack_from(f"<{samples}i", raw, at + 24)
+    assert sorted(order) == list(range(samples)) and list(order) != sorted(order)
+    seed, left, following, *words = struct.unpack("<QiI624I2I", raw[at + 24 + 4 * samples :])
+    assert (seed, words[624:]) == (42, [0, 0x9908B0DF]) and left + following == 625
+    assert len(raw) == at + 24 + 4 * samples + 2520
+
+
+def test_a_bf16_state_holds_a_master_that_rounds_to_the_weights(case, tmp_path):
+    """The master is fp32 and not the weights; each weight is one of its two bf16 neighbours."""
+    ran(*inputs(case), "-e", case / "bf16.bin", SMALL, "-x 3 -n 3 -o", tmp_path, QUIET)
+    files = files_of(tmp_path, 3)
+    master = np.frombuffer(files["state_00000003_00000.bin"], "<u4", N, 1024 + 8 * N)
+    weights = np.frombuffer(files["model_00000003.bin"], "<u2", N, 1024).astype(np.uint32)
+    up = weights - (master >> 16)
+    assert ((up == 0) | (up == 1)).all() and 0.2 < up[master & 0xFFFF != 0].mean() < 0.8
+
+
+# ----------------------------------------------------------------------------
+# real signals, real processes
+
+
+SIGNALLED = "-b 4 -t 32 -d 256 -l 3e-3 -x 60 -v 9 -m 2 -s 0"
+
+
+@cache
+def reference(case: Path, every: int) -> Path:
+    """The folder of the straight run that the interrupted ones must end like."""
+    folder = case / f"reference_{every}"
+    ran(*inputs(case), SIGNALLED, "-n", every, "-nk 2 -o", folder)
+    return folder
+
+
+def start(*argv) -> subprocess.Popen:
+    """The program in a process of its own, which does not outlive a minute."""
+    words = words_of(["--device cpu --threads 1", *argv])
+    process = subprocess.Popen([sys.executable, "train_gpt2.py", *words], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.daemon = True
+    watchdog.start()
+    return process
+
+
+def interrupt(process: subprocess.Popen, number: int, awaited: str, delay: float) -> tuple[int, str, str]:
+    """Wait for a line that starts with `awaited`, and `delay` seconds more, then send the signal."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(awaited):
+            break
+    time.sleep(delay)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, "".join(lines) + out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_at_any_moment_stops_cleanly_and_the_run_goes_on(case, tmp_path, request, number):
+    """The step is finished, the checkpoint of the steps done is written, the exit code is 0; the end is the straight run's."""
+    chance = random.Random(request.node.name)
+    argv = [*inputs(case), SIGNALLED, "-n 1000 -nk 2 -o", tmp_path]
+    code, out, err = interrupt(start(*argv), number, f"step {chance.randint(1, 40):4d}/", chance.uniform(0, 0.03))
+    assert (code, err) == (0, "") and f"{number.name}: finishing this step" in out
+    done = len(losses(out))
+    assert steps_in(tmp_path) == [done] and 0 < done < 60
+    assert len(re.findall("trl", (tmp_path / "main.log").read_text())) == done
+    ran(*argv, "-y 1")
+    assert_same_end(tmp_path, reference(case, 1000), 60)
+
+
+def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path):
+    """Validation of a million batches, two hours: stopped within a batch, nothing is logged and nothing to save."""
+    argv = [*inputs(case), "-b 4 -t 32 -x 3 -v 1 -m 1000000 -n 1 -s 0 -o", tmp_path]
+    code, out, err = interrupt(start(*argv), signal.SIGTERM, " -> estimated", 0.3)
+    assert (code, err) == (0, "") and "val loss" not in out and not losses(out) and (tmp_path / "main.log").read_text() == ""
+
+
+def test_ctrl_c_before_the_loop_ends_without_a_traceback(case, tmp_path):
+    """While torch is being imported or the model built; 130 is what a shell reports for SIGINT."""
+    process = start(*inputs(case), SIGNALLED, "-o", tmp_path)
+    code, _, err = interrupt(process, signal.SIGINT, "+--", 0.1)
+    assert code == 130 and "Traceback" not in err
+
+
+def test_a_signal_while_the_terminal_is_stuck_does_not_end_in_a_traceback(case, tmp_path):
+    """A full pipe blocks print; the handler must not print through the same buffer."""
+    process = start(*inputs(case), "-b 1 -t 8 -x 100000 -v 0 -s 1 -g 64 -o", tmp_path)
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # the smallest: full after a few steps
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step "):
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)  # the handler runs while print still waits
+    out, err = process.communicate(timeout=60)
+    out = "".join(lines) + out
+    assert (process.returncode, err) == (0, "") and "SIGTERM: finishing this step" in out and steps_in(tmp_path) == [len(losses(out))]
+
+
+def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, request):
+    """SIGKILL at random moments of a run that always writes; each time the newest DONE loads, and the end is the straight run's."""
+    chance = random.Random(request.node.name)
+    argv = [*inputs(case), SIGNALLED, "-n 1 -nk 2 -y 1"]
+    folder, reached = tmp_path / "log", 0
+    for _ in range(3):
+        code, _, err = interrupt(start(*argv, "-o", folder), signal.SIGKILL, f"step {reached + chance.randint(3, 14):4d}/", chance.uniform(0, 0.03))
+        assert (code, err) == (-signal.SIGKILL, "")
+        newest = max(steps_in(folder))
+        assert newest > reached
+        reached = newest
+        copy = tmp_path / f"copy_{reached}"
+        shutil.copytree(folder, copy)
+        assert f"resuming at step {reached}" in ran(*inputs(case), SIGNALLED, "-y 1 -n 0 -x", reached, "-o", copy)
+    assert reached < 60
+    ran(*argv, "-o", folder)
+    assert_same_end(folder, reference(case, 1), 60)
+    assert steps_in(folder) == [59, 60], "a crash leaves no old checkpoint behind"
+
+
+# forks a child for each call that changes the disk, and kills it there: before the call, or in the middle of it
+KILLER = """
+import os, signal, sys
+import torch, train_gpt2
+from pathlib import Path
+import llmc.checkpoint.store, llmc.checkpoint.snapshot
+
+folder, argv = sys.argv[1], sys.argv[2:]
+train_gpt2.measure_matmul_tflops = lambda *_: 1.0
+
+def child(fatal):
+    calls = 0
+    def deadly(real):
+        def call(*arguments, **keywords):
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **keywords)
+        return call
+    os.fsync, os.replace, Path.unlink = deadly(os.fsync), deadly(os.replace), deadly(Path.unlink)
+    sys.stdout = open(os.devnull, "w")
+    os._exit(train_gpt2.main([*argv, "-o", f"{folder}/{fatal}"]))
+
+fatal = 1
+while True:
+    pid = os.fork()
+    if not pid:
+        child(fatal)
+    status = os.waitpid(pid, 0)[1]
+    if not os.WIFSIGNALED(status):
+        print(fatal, os.waitstatus_to_exitcode(status))
+        break
+    fatal += 1
+"""
+
+
+def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case, tmp_path):
+    """Two checkpoints with -nk 1: killed before each fsync, rename and removal in turn. A checkpoint that is marked done is never lost,
+    and the run that goes on leaves the same files as one that was never killed."""
+    argv = [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1", QUIET]
+    straight = tmp_path / "straight"
+    ran(*argv, "-o", straight)
+    words = words_of([tmp_path, "--device cpu --threads 1", *argv])
+    result = subprocess.run([sys.executable, "-c", KILLER, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    points, code = map(int, result.stdout.split())
+    assert code == 0 and points > 27  # 2 checkpoints of 4 files, each synced, renamed and synced again, and 1 removed
+    seen = []
+    for fatal in range(1, points):
+        folder = tmp_path / str(fatal)
+        before = max(steps_in(folder), default=0)
+        out = ran(*argv, "-y 1", "-o", folder)
+        assert ("resuming at step" in out) == (before > 0) and len(losses(out)) == 2 - before
+        assert_same_end(folder, straight, 2)
+        assert {path.name for path in folder.iterdir()} == {path.name for path in straight.iterdir()}
+        seen.append(before)
+    assert seen == sorted(seen) and set(seen) == {0, 1, 2}
+
+
+def test_a_disk_call_list_that_changes_is_noticed():
+    """The killer patches what write_atomically and delete call; if they call something else, the test above watches nothing."""
+    text = "".join((REPO / "llmc/checkpoint" / name).read_text() for name in ("files.py", "store.py", "snapshot.py"))
+    assert set(re.findall(r"(?:os|shutil)\.(fsync|replace|rename|unlink|remove|rmtree)\b", text)) == {"fsync", "replace"}
