@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from llmc import __version__
 from llmc.backend import choose_precision, likely_device_kind, likely_precision, measure_matmul_tflops, open_backend
 from llmc.checkpoint.model_file import read_model_header
-from llmc.checkpoint.store import find_last_step, model_path, prepare_folder
+from llmc.checkpoint.store import extra_path, find_last_step, model_path, prepare_folder
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
 from llmc.errors import NotEnoughMemory, UserError
@@ -446,7 +446,7 @@ def checkpoint(run, step: int):
     from llmc.checkpoint.snapshot import save_snapshot
 
     s, world = run.settings, run.world
-    extra = {"loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state()}
+    extra = {"loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(), "B": s.batch_size, "T": s.sequence_length}
     save_snapshot(
         s.output_dir, step, run.model, run.train_loader, extra, rank=world.rank, num_processes=world.num_processes,
         master_weights=bool(s.master_weights),
@@ -472,13 +472,26 @@ def resume(run):
         s.output_dir, run.resume_step, run.model, run.train_loader, rank=world.rank, num_processes=world.num_processes,
         master_weights=bool(s.master_weights),
     )  # fmt: skip
-    for name in ("loss_outliers", "norm_outliers"):
-        if name in extra:  # not in a checkpoint that llm.c wrote
-            getattr(run, name).restore(extra[name])
+    if extra:  # a checkpoint that llm.c wrote has none
+        adopt(run, extra)
     delete_replaced(run, run.resume_step)  # a crash can fall between a checkpoint and the deletion that follows it
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
+
+
+def adopt(run, extra: dict):
+    """Take over what the state file has no room for. Raises UserError where it is damaged, or was counted in other batches."""
+    s, path = run.settings, extra_path(run.settings.output_dir, run.resume_step, run.world.rank)
+    if missing := {"B", "T", "loss_outliers", "norm_outliers"} - extra.keys():
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
+    if (extra["B"], extra["T"]) != (s.batch_size, s.sequence_length):
+        raise UserError(
+            f"{path} is of a run with -b {extra['B']} -t {extra['T']}, in which its place in the data is counted, "
+            f"and this is -b {s.batch_size} -t {s.sequence_length}; resume with the same"
+        )
+    run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
+    run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
 
 
 def gpu_line(backend) -> str:

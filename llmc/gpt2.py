@@ -27,6 +27,7 @@ from llmc.rand import XorShift
 ROUNDING_STATE = 13371337  # llm.c's; plus the rank
 INIT_SEED = 42
 GRADIENT_CLIP = 1.0
+INIT_PIECE = 1 << 20  # elements drawn at a time; a multiple of 16
 
 
 class GPT2:
@@ -76,7 +77,12 @@ class GPT2:
         std = {"normal": 0.02, "residual": 0.02 / sqrt(2 * self.config.num_layers)}
 
         def draw(parameter, view):
-            view.copy_(torch.empty(view.shape).normal_(0.0, std[parameter.init], generator=generator))
+            # in pieces, so that wte's draws need no 154 MB of their own; torch draws 16 normals at a time and treats a last
+            # group of fewer apart, so a piece is whole groups and the last one holds the tail
+            flat, whole = view.view(-1), view.numel() // 16 * 16
+            cuts = [*range(0, max(1, whole - INIT_PIECE), INIT_PIECE), view.numel()]
+            for at, end in zip(cuts, cuts[1:]):
+                flat[at:end].copy_(torch.empty(end - at).normal_(0.0, std[parameter.init], generator=generator))
 
         for p in PARAMETERS:
             if p.init == "ones":
@@ -301,4 +307,4 @@ class GPT2:
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])
         matmul_forward(a["sample_logits"], ln, p["wte"])
-        return a["sample_logits"][0, : self.config.vocab_size].float().cpu().numpy()
+        return a["sample_logits"][0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()

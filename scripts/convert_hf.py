@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from llmc.checkpoint.files import write_atomically
+from llmc.files import write_atomically
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError, full_disk_or_denied

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from llmc.checkpoint.files import write_atomically
+from llmc.files import write_atomically
 from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
 from llmc.errors import UserError, full_disk_or_denied

@@ -15,7 +15,7 @@ from case_a import CONFIG as CASE_A
 from case_a import write_case_a
 
 from llmc.checkpoint.debug_state import read_debug_state
-from llmc.checkpoint.files import HEADER_BYTES
+from llmc.files import HEADER_BYTES
 from llmc.checkpoint.model_file import map_parameters, parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError

@@ -378,6 +378,11 @@ def extra_with(text: str):
     return damaged(EXTRA, lambda raw: text.encode())
 
 
+def windows(text: str) -> str:
+    """An extra file of the right batch with `text` for both outlier windows."""
+    return f'{{"B": 4, "T": 32, "loss_outliers": {text}, "norm_outliers": {text}}}'
+
+
 RESUMES = {
     "model is gone": (without(MODEL), "", MODEL, "is missing, though log/DONE_00000004 marks"),
     "state is gone": (without(STATE), "", STATE, "is missing"),
@@ -420,9 +425,11 @@ RESUMES = {
     "extra is binary": (damaged(EXTRA, lambda raw: b"\xff\xfe\0"), "", EXTRA, "is damaged"),
     "extra is very deep": (extra_with("[" * 100000), "", EXTRA, "is damaged"),
     "extra is a folder": (lambda log: ((log / EXTRA).unlink(), (log / EXTRA).mkdir()), "", EXTRA, "is damaged"),
-    "extra holds no window": (extra_with('{"loss_outliers": {}}'), "", "damaged outlier window"),
-    "extra holds a number": (extra_with('{"loss_outliers": 5}'), "", "damaged outlier window"),
-    "extra holds bad floats": (extra_with('{"norm_outliers": {"window": ["zz"], "index": 0, "sum": "0x0p+0", "sum_sq": "0x0p+0"}}'), "", "damaged outlier window"),
+    "extra lacks entries": (extra_with('{"loss_outliers": {}}'), "", EXTRA, "lacks B, T, norm_outliers"),
+    "extra holds no window": (extra_with(windows("{}")), "", EXTRA, "damaged outlier window"),
+    "extra holds a number": (extra_with(windows("5")), "", EXTRA, "damaged outlier window"),
+    "extra holds bad floats": (extra_with(windows('{"window": ["zz"], "index": 0, "sum": "0x0p+0", "sum_sq": "0x0p+0"}')), "", "damaged outlier window"),
+    "extra is of another -b, of as many samples": (extra_with('{"B": 2, "T": 64, "loss_outliers": {}, "norm_outliers": {}}'), "", "-b 2 -t 64", "-b 4 -t 32"),
     "main.log is a folder": (lambda log: ((log / "main.log").unlink(), (log / "main.log").mkdir()), "", "opening the log failed at log/main.log"),
     "another -b": (lambda log: None, "-b 2", "samples in the current shard", "-b, -t or the number of processes changed"),
     "another -t": (lambda log: None, "-t 16", "samples in the current shard"),

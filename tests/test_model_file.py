@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.checkpoint.files import write_atomically
+from llmc.files import write_atomically
 from llmc.checkpoint.model_file import map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError

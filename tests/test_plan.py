@@ -262,8 +262,8 @@ def test_arenas_are_the_parameters_times_their_bytes():
     assert plan.total_bytes == sum(plan.arenas.values()) + plan.library_bytes
 
 
-@pytest.mark.parametrize("rows, wish, want", [(4096, 0, 512), (513, 0, 257), (1, 0, 1), (100, 7, 7), (100, 1000, 100)])
-def test_head_chunk_is_the_wish_or_equal_chunks(rows, wish, want):
+@pytest.mark.parametrize("rows, wish, want", [(4096, 0, 512), (513, 0, 512), (1, 0, 1), (100, 7, 7), (100, 1000, 100)])
+def test_head_chunk_is_the_wish_or_the_tuning_and_never_more_than_the_rows(rows, wish, want):
     assert head_chunk_rows(PlanOptions(D12, 1, rows, head_chunk=wish, device="cpu")) == want
 
 

@@ -472,5 +472,5 @@ def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case,
 
 def test_a_disk_call_list_that_changes_is_noticed():
     """The killer patches what write_atomically and delete call; if they call something else, the test above watches nothing."""
-    text = "".join((REPO / "llmc/checkpoint" / name).read_text() for name in ("files.py", "store.py", "snapshot.py"))
+    text = "".join((REPO / "llmc" / name).read_text() for name in ("files.py", "checkpoint/store.py", "checkpoint/snapshot.py"))
     assert set(re.findall(r"(?:os|shutil)\.(fsync|replace|rename|unlink|remove|rmtree)\b", text)) == {"fsync", "replace"}

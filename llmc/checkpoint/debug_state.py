@@ -1,7 +1,7 @@
 """llm.c's debug state: one step's inputs, logits, loss and gradients, for its C tests. Source: llm.c train_gpt2.py write_state."""
 import numpy as np
 
-from llmc.checkpoint.files import DEBUG_STATE_MAGIC, HEADER_BYTES, check_size, new_header, read_header, write_atomically
+from llmc.files import DEBUG_STATE_MAGIC, HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes

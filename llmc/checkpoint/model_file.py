@@ -4,7 +4,7 @@ numpy only: `--plan` reads a model's sizes before torch is imported.
 """
 import numpy as np
 
-from llmc.checkpoint.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.memory.tables import DTYPE_BYTES, num_parameters

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.checkpoint.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
+from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
 from llmc.checkpoint.model_file import prepended, whole
 from llmc.data.shards import LoaderState
 from llmc.errors import UserError

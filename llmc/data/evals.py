@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint.files import HEADER_BYTES, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
 from llmc.errors import UserError
 
 EVAL_MAGIC, EVAL_VERSION = 20240522, 1

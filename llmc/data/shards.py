@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.checkpoint.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.checkpoint.files import HEADER_BYTES, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
 from llmc.config import GPT2_END_OF_TEXT, GPT2_VOCAB_SIZE
 from llmc.errors import UserError
 

@@ -5,6 +5,8 @@ freed at once; the plan counts it as library memory. Source: Dao et al. 2022; ll
 """
 import torch
 
+from llmc.memory.plan import CPU_FP32_ATTENTION_BELOW
+
 aten = torch.ops.aten
 
 
@@ -69,6 +71,8 @@ def _forward(q, k, v, *, causal):
 def _backward(dout, q, k, v, out, lse):
     T = q.shape[2]
     if q.device.type == "cpu":
+        if T < CPU_FP32_ATTENTION_BELOW:
+            dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
     if q.dtype == torch.float32:

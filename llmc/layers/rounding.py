@@ -22,13 +22,13 @@ ROUNDS = ((9, torch.add, N2), (11, torch.mul, N3), (13, torch.add, N4), (15, tor
 
 @cache
 def _rounds(device):
-    """(shift, mask, operation, constant) of each round, the last two as tensors: a Python int costs a conversion a call."""
+    """(shift, mask, operation, constant) of each round, numbers as tensors: a Python int costs a conversion a call."""
 
     def scalar(value):
         return torch.tensor(value, dtype=torch.int32, device=device)
 
     # torch's right shift is arithmetic; the mask clears the copies of the sign, so the shift is logical
-    return [(shift, scalar((1 << (32 - shift)) - 1), operation, scalar(constant)) for shift, operation, constant in ROUNDS]
+    return [(scalar(shift), scalar((1 << (32 - shift)) - 1), operation, scalar(constant)) for shift, operation, constant in ROUNDS]
 
 
 def noise_2d(out, work, x, y, seed):
