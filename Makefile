@@ -3,8 +3,8 @@
 # make test-gpu   the tests that need a CUDA device
 # make bench      a training step against plain PyTorch, time and memory
 #
-# Everything is installed into .venv. Without an NVIDIA GPU torch is pinned to a version whose CPU build is enough;
-# with one, pip takes the newest. make TORCH=... decides otherwise.
+# Everything is installed into .venv. With an NVIDIA GPU pip takes the newest torch; without one a fixed version, so that an index
+# or folder of CPU wheels that pip knows of is used. make TORCH=... decides otherwise.
 
 PYTHON ?= python3
 VENV   ?= .venv

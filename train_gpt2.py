@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
 from pathlib import Path
@@ -25,7 +26,7 @@ from llmc.backend import choose_precision, likely_device_kind, likely_precision,
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path, prepare_folder
 from llmc.config import ModelConfig, config_from_descriptor
-from llmc.distributed import World
+from llmc.distributed import World, open_world
 from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import Settings, format_help, parse, refuse_unbuilt
 from llmc.interrupt import StopRequest
@@ -66,6 +67,15 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was lost", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
+        print(f"error: {error.name} is not installed for {sys.executable}; {advice}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        print(f"error: the device ran out of memory outside the plan ({error}); use a smaller -b or a higher -r", file=sys.stderr)
+        return 3
     except OSError as error:
         if error.filename or error.errno not in LOST_OUTPUT:
             raise
@@ -124,6 +134,15 @@ def check_sizes(s: Settings, config: ModelConfig, world: World) -> int:
     return total // per_micro_step
 
 
+def check_attention(config: ModelConfig, precision: str, backend):
+    head_size = config.channels // config.num_heads
+    if backend.kind == "cuda" and precision == "bf16" and (head_size % 8 or head_size > 256):
+        raise UserError(
+            f"heads of size {head_size}: flash attention on CUDA takes multiples of 8 up to 256 in bf16; "
+            "use an fp32 model with --precision fp32, or --device cpu"
+        )
+
+
 def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
     return PlanOptions(
         config, s.batch_size, s.sequence_length, precision=precision, recompute=s.recompute, master_weights=bool(s.master_weights),
@@ -153,7 +172,7 @@ def check_precision(s: Settings, model):
 def build(s: Settings) -> SimpleNamespace:
     """Open the device, files and model, printing llm.c's table and allocation lines on the way."""
     refuse_unbuilt(s)
-    world = World()
+    world = open_world()
     model_source = choose_model(s)
     grad_accum_steps = check_sizes(s, model_source.config, world)
     check_precision(s, model_source)
@@ -169,10 +188,11 @@ def build(s: Settings) -> SimpleNamespace:
         peak_tflops = measure_matmul_tflops(backend, precision)
     rows = {
         "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
-        "precision": "TF32" if backend.kind == "cuda" and precision == "fp32" and s.tf32 else precision.upper(),
+        "precision": "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper(),
     }  # fmt: skip
     print_rows(rows)
     config = model_source.config
+    check_attention(config, precision, backend)
     print_rows({
         "weight init method": "intermediate checkpoint" if model_source.resume_step is not None else s.model,
         "max_sequence_length T": config.max_seq_len, "vocab_size V": config.vocab_size, "padded_vocab_size Vp": config.padded_vocab_size,
@@ -210,6 +230,8 @@ def build(s: Settings) -> SimpleNamespace:
         print(f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained")
     if s.checkpoint_every > 0 and not s.output_dir:
         print(f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them")
+    if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
+        print(f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it")
     if s.resume and model_source.resume_step is None:
         print(f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}")
 
@@ -239,9 +261,15 @@ def build(s: Settings) -> SimpleNamespace:
 
 def build_model(plan: Plan, backend, world: World, source):
     """Allocate the plan and fill in the weights. Raises NotEnoughMemory, before allocating where that can be known."""
-    fits = f"use a smaller -b (here at most {plan.largest_batch(backend.free_bytes())}), a higher -r, or see --plan"
+
+    def advice():
+        largest = plan.largest_batch(backend.free_bytes())
+        return f"use -b {largest} or less, a higher -r, or see --plan" if largest else "use a smaller model, a shorter -t or a higher -r, see --plan"
+
     if plan.total_bytes > backend.free_bytes():
-        raise NotEnoughMemory(f"the plan needs {plan.total_bytes // MIB} MiB and {backend.name} has {backend.free_bytes() // MIB} MiB free; {fits}")
+        raise NotEnoughMemory(
+            f"the plan needs {plan.total_bytes // MIB} MiB and {backend.name} has {backend.free_bytes() // MIB} MiB free; {advice()}"
+        )
     print(*allocation_lines(plan), sep="\n", flush=True)
     import torch
 
@@ -253,7 +281,7 @@ def build_model(plan: Plan, backend, world: World, source):
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the second is a CPU's
             raise
-        raise NotEnoughMemory(f"{backend.name} could not give the {plan.total_bytes // MIB} MiB of the plan; {fits}") from error
+        raise NotEnoughMemory(f"{backend.name} could not give the {plan.total_bytes // MIB} MiB of the plan; {advice()}") from error
     if source.file is None:
         model.init_random()
     elif source.resume_step is None:

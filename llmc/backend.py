@@ -1,6 +1,7 @@
 """The one place that knows devices: which one a run uses, in which precision, with how much memory."""
 import os
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llmc.errors import UserError
@@ -22,6 +23,14 @@ class Backend:
             import torch
 
             torch.cuda.synchronize(self.device)
+
+    def has_tf32(self) -> bool:
+        """Whether fp32 matmuls can run as TF32: from SM80."""
+        if self.kind != "cuda":
+            return False
+        import torch
+
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     def memory_bytes(self) -> tuple[int, int]:
         """(used, total) bytes: of the card, or of the machine with what this process has resident as used."""
@@ -71,10 +80,10 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
     import torch
 
     torch.set_grad_enabled(False)
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
         return Backend(torch.device("cpu"), "cpu", cpu_name())
     if not torch.cuda.is_available():
         raise UserError(f"--device {device}: torch {torch.__version__} finds no CUDA device here; use --device cpu, or install a CUDA build of torch and a driver")
@@ -83,9 +92,27 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
         raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0; choose one of them")
     torch.cuda.set_device(index)
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # split-K partial sums of weight gradients stay fp32
     torch.utils.deterministic.fill_uninitialized_memory = False  # every arena is zeroed by us, once
     return Backend(torch.device("cuda", index), "cuda", torch.cuda.get_device_name(index))
+
+
+@contextmanager
+def deterministic(device):
+    """Ask torch for its deterministic form of the CUDA operators called inside; what follows is the same bits every time.
+
+    Only around those that need it: under the global switch scatters of distinct elements would be sorted and copied too.
+    """
+    import torch
+
+    if device.type != "cuda":
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def choose_precision(precision: str, backend: Backend) -> str:
@@ -115,6 +142,9 @@ def measure_matmul_tflops(backend: Backend, precision: str, seconds: float = 0.5
         torch.mm(a, b, out=out)
         backend.synchronize()
         best = min(best, time.perf_counter() - start)
+    if backend.kind == "cuda":
+        del a, b, out
+        torch.cuda.empty_cache()  # or what is free would be counted without them
     return 2 * n**3 / best / 1e12
 
 
@@ -135,7 +165,12 @@ def resident_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """Memory the machine could still hand out without swapping (Linux)."""
+    """Memory the machine could still hand out without swapping, or this container, if it has a limit (Linux)."""
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            return min(available, int(limit.read()) - int(current.read()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return available

@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM, as a question the loop asks between steps: should we stop?"""
 import signal
+from contextlib import suppress
 
 
 class StopRequest:
@@ -14,4 +15,5 @@ class StopRequest:
         self.requested = True
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        print(f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once", flush=True)
+        with suppress(RuntimeError):  # the signal landed inside another print
+            print(f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once", flush=True)

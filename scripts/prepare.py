@@ -34,7 +34,8 @@ from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
 from llmc.errors import UserError, full_disk_or_denied
 
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
-PIECE_CHARS = 1 << 14  # a .txt is cut into documents of at most this: 4 sequences of 1024 tokens
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+PIECE_CHARS = 1 << 14  # such a text is cut into documents of at most this: 4 sequences of 1024 tokens
 SILENCE_S = 30.0  # how long a download may stand still
 POOL_BATCHES = 16  # with fewer, processes, which take a second to start, are not worth it
 NAME_THE_FIELD = "name the one that holds the text with --jsonl-field"
@@ -174,8 +175,8 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
 
 
 def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[str]:
-    """The documents of .txt, .jsonl and .parquet files, one file after the other; `field` is where JSON or a table keeps the text."""
-    readers = {".txt": _txt_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
+    """The documents of text, .jsonl and .parquet files, one file after the other; `field` is where JSON or a table keeps the text."""
+    readers = dict.fromkeys(TEXT_SUFFIXES, _txt_documents) | {".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
     for path in files:
         try:
             yield from readers[path.suffix](path, field)

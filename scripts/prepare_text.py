@@ -1,9 +1,9 @@
-"""Any text of your own: .txt, .jsonl or .parquet files, or folders of them.
+"""Any text of your own: .txt, .md, .rst, .py, .jsonl or .parquet files, or folders of them.
 
     python scripts/prepare_text.py --input my_corpus/ --name mine
     python scripts/prepare_text.py --input a.jsonl b.jsonl --jsonl-field body
 
-A line of .jsonl or a row of .parquet is a document; a .txt is cut at blank lines into documents of at most 16,384 characters.
+A line of .jsonl or a row of .parquet is a document; any other text is cut at blank lines into documents of at most 16,384 characters.
 One document in 20 (--val-every) goes to validation. A killed run goes on when the same command is given again.
 """
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
         help="one document in N is for validation [%(default)s]",
     )
     args = parser.parse_args(argv)
-    files = prepare.input_files(args.input, [".txt", ".jsonl", ".parquet"])
+    files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"])
     if any(path.suffix == ".parquet" for path in files):
         prepare.need_pyarrow()  # rather now than after an hour of the other files
     source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every])

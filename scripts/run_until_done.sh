@@ -24,6 +24,7 @@ while [ ! -f "$done_file" ]; do
     code=$?
     case $code in
         2 | 3) echo "exit code $code: the same command would fail again; see the message above" >&2; exit $code ;;
+        126 | 127) echo "exit code $code: ${PYTHON:-python} cannot be run; name an interpreter with PYTHON=" >&2; exit $code ;;
         130 | 143) exit $code ;;
     esac
     tries=$((tries + 1))

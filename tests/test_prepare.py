@@ -220,7 +220,7 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
         ("a.jsonl", b"[1]\n", 'a.jsonl:1 has no field "text" but a list'),
         ("a.txt", b"abc\xff", "a.txt is not UTF-8 text"),
         ("a.txt", b"", "there are no documents for .*1 document in 20 is for validation, number 10 the first"),
-        ("a.doc", b"abc", "a.doc: expected a .txt or .jsonl or .parquet file"),
+        ("a.doc", b"abc", "a.doc: expected a .txt or .md or .rst or .py or .jsonl or .parquet file"),
     ],
 )
 def test_a_bad_input_is_named_with_its_place(tmp_path, name, raw, message):

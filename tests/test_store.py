@@ -147,3 +147,12 @@ def test_a_denied_done_or_deletion_is_one_sentence(tmp_path, monkeypatch):
         store.mark_done(tmp_path, 5)
     with pytest.raises(UserError, match="deleting the checkpoint of step 4 failed.*Read-only"):
         store.delete(tmp_path, 4, 0)
+
+
+def test_an_unmarked_checkpoint_is_not_found(tmp_path):
+    """Before a checkpoint's files are replaced its DONE goes, so that it never stands over a mixture."""
+    checkpoint(tmp_path, 2)
+    checkpoint(tmp_path, 4)
+    store.unmark(tmp_path, 4)
+    assert store.find_last_step(tmp_path) == 2
+    store.unmark(tmp_path, 4)  # nothing there is no error

@@ -3,8 +3,8 @@ import numpy as np
 import torch
 
 from llmc.checkpoint.model_file import map_parameters, write_model
-from llmc.checkpoint.state_file import TrainingState, read_extra, read_state, write_extra, write_state
-from llmc.checkpoint.store import delete, extra_path, mark_done, model_path, state_path, step_to_delete
+from llmc.checkpoint.state_file import TrainingState, read_extra, read_state, tensor_names, write_extra, write_state
+from llmc.checkpoint.store import delete, extra_path, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.errors import UserError
 
 PIECE_BYTES = 32 << 20  # what is copied from a device, or from a file, at a time
@@ -17,6 +17,8 @@ def save_snapshot(folder, step, model, loader, extra, *, rank, num_processes, ma
     Raises UserError where the disk is full or denies; the checkpoints before stay as they were.
     """
     print(f"Writing checkpoint at step {step}")
+    if rank == 0:
+        unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
     flat, options = model.flat, model.plan.options
     if rank == 0:
         path = model_path(folder, step)
@@ -28,8 +30,7 @@ def save_snapshot(folder, step, model, loader, extra, *, rank, num_processes, ma
         step=step, num_processes=num_processes, rank=rank, use_master_weights=master_weights,
         rng_state=model.rng.state, rng_state_last_update=model.rng_state_last_update, loader=loader.state(),
     )  # fmt: skip
-    names = ("m", "v", "master") if master_weights else ("m", "v")
-    tensors = (piece for name in names for piece in pieces(flat.get(name, flat["parameters"])))
+    tensors = (piece for name in tensor_names(master_weights) for piece in pieces(flat.get(name, flat["parameters"])))
     write_extra(extra_path(folder, step, rank), extra)
     write_state(path, state, tensors, len(flat["m"]))
     mark_done(folder, step)

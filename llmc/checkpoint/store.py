@@ -70,6 +70,15 @@ def mark_done(folder, step: int) -> None:
     write_atomically(done_path(folder, step), [], doing="marking the checkpoint complete")
 
 
+def unmark(folder, step: int) -> None:
+    """Remove a checkpoint's DONE, on the disk before anything else changes there. Raises UserError where the disk denies."""
+    try:
+        done_path(folder, step).unlink(missing_ok=True)
+        sync_folder(folder)  # the disk may reorder removals otherwise
+    except OSError as error:
+        raise full_disk_or_denied(error, folder, f"deleting the checkpoint of step {step}") from error
+
+
 def delete(folder, step: int, rank: int) -> None:
     """Remove this rank's files of a checkpoint, and rank 0 the model; what is already gone is no error.
 
@@ -77,9 +86,8 @@ def delete(folder, step: int, rank: int) -> None:
     disk denies.
     """
     files = [state_path(folder, step, rank), extra_path(folder, step, rank)]
+    unmark(folder, step)
     try:
-        done_path(folder, step).unlink(missing_ok=True)
-        sync_folder(folder)  # the disk may reorder removals otherwise
         for path in [model_path(folder, step), *files] if rank == 0 else files:
             path.unlink(missing_ok=True)
     except OSError as error:

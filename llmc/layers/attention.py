@@ -5,6 +5,7 @@ freed at once; the plan counts it as library memory. Source: Dao et al. 2022; ll
 """
 import torch
 
+from llmc.backend import deterministic
 from llmc.memory.plan import CPU_FP32_ATTENTION_BELOW
 
 aten = torch.ops.aten
@@ -75,15 +76,16 @@ def _backward(dout, q, k, v, out, lse):
             dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
-    if q.dtype == torch.float32:
-        seed, offset = unused
-        return aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], True
-        )[:3]
-    gradients = aten._flash_attention_backward(
-        *_bthd(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, unused.view(torch.uint64), unused
-    )
-    return _bthd(*gradients)
+    with deterministic(q.device):
+        if q.dtype == torch.float32:
+            seed, offset = unused
+            return aten._scaled_dot_product_efficient_attention_backward(
+                dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], True
+            )[:3]
+        gradients = aten._flash_attention_backward(
+            *_bthd(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, unused.view(torch.uint64), unused
+        )
+        return _bthd(*gradients)
 
 
 def _bthd(*tensors):

@@ -1,6 +1,7 @@
 """Token and position embeddings. Source: llm.c llmc/encoder.cuh."""
 import torch
 
+from llmc.backend import deterministic
 from llmc.layers.rounding import noise_2d, round_to_bf16
 
 
@@ -32,7 +33,8 @@ def encoder_backward(dwte, dwpe, dout, inputs, scratch, *, seed, accumulate):
     if not accumulate:
         dwpe.zero_()
     if dwte.dtype == torch.float32:
-        dwte.index_add_(0, inputs.view(-1), dout.view(-1, C))
+        with deterministic(dwte.device):
+            dwte.index_add_(0, inputs.view(-1), dout.view(-1, C))
         torch.sum(dout, 0, out=scratch["encoder_sums"])
         dwpe[:T].add_(scratch["encoder_sums"])
         return
@@ -44,7 +46,8 @@ def encoder_backward(dwte, dwpe, dout, inputs, scratch, *, seed, accumulate):
     # sorted, so that a token's rows are added in order of position whatever the batch looks like
     tokens, slot = torch.unique(inputs.view(-1), sorted=True, return_inverse=True)
     token_sums = sums.view(-1, C)[: len(tokens)].zero_()
-    token_sums.index_add_(0, slot, rows.view(-1, C))
+    with deterministic(dwte.device):
+        token_sums.index_add_(0, slot, rows.view(-1, C))
     _add_rows(dwte, tokens, token_sums, scratch, seed=seed, first_noise_row=0)
 
 

@@ -30,7 +30,7 @@ def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows
             # dlogits = exp(x) * dloss / sum - onehot * dloss
             torch.reciprocal(row_sum[part], out=row_max[part]).mul_(dloss)
             x.mul_(row_max[part, None])
-            x.scatter_add_(1, index, row_max[part, None].fill_(-dloss))
+            x.scatter_add_(1, index, row_max[part, None].fill_(-dloss))  # one element a row: no order to depend on
             if rows is not None:
                 logits[part, :V].copy_(x)
     if dloss is not None:

@@ -19,6 +19,7 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 # below this T a CPU's bf16 attention backward, many tiny matmuls, takes twice as long as widening its inputs to fp32 does:
 # 2.7 ms against 1.5 at (4, 64, 768), 29 against 16 at (16, 128, 768); at T = 256 it is the other way round
 CPU_FP32_ATTENTION_BELOW = 256
+CUDA_PROCESSORS = 132  # of an H100 or H200, for what flash attention allocates; other cards have about as many
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 
 
@@ -38,7 +39,7 @@ TUNING = {
     # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond
     "cpu": Tuning(512, 1 << 18, 1 << 17, 1 << 19, 1),
     # leads, not measured yet
-    "cuda": Tuning(8192, 1 << 26, 1 << 24, 1 << 24, 32),
+    "cuda": Tuning(8192, 1 << 24, 1 << 22, 1 << 24, 32),
 }
 
 
@@ -116,7 +117,12 @@ class Plan:
         BTC = o.B * o.T * o.config.channels
         if o.device == "cpu" and o.precision == "bf16" and o.T < CPU_FP32_ATTENTION_BELOW:
             return 8 * BTC * DTYPE_BYTES["fp32"]  # q, k, v, o and do widened, and dq, dk, dv
-        return 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
+        gradients = 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
+        if o.device == "cuda" and o.precision == "bf16":
+            # flash attention sums dq in fp32, deterministically in one copy for every part of the card that works on a head
+            copies = -(-CUDA_PROCESSORS // (o.B * o.config.num_heads))
+            gradients += 4 * BTC * copies
+        return gradients
 
     @property
     def bytes_per_sequence(self) -> int:
