@@ -9,6 +9,7 @@ layers        llmc/layers/: encoder layernorm matmul gelu attention residual fus
 memory        llmc/memory/: tables, recompute ladder, plan, arenas, report
 host side     llmc/: flags, data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
+
 import errno
 import io
 import os
@@ -102,15 +103,21 @@ def choose_model(s: Settings) -> SimpleNamespace:
             path = model_path(s.output_dir, step)
             config, precision = read_model_header(path)
             if named and named.config != config:
-                raise UserError(f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; resume with the -e of the run that wrote it, or choose another -o")
+                raise UserError(
+                    f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; resume with the -e of the run that wrote it, or choose another -o"
+                )
             return SimpleNamespace(config=config, file=path, precision=precision, resume_step=step)
     if named:
         return named
     if not os.path.exists(s.model):
         from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
         if not glob(s.train_data):
-            raise UserError(f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64")
-        raise UserError(f"-e {s.model}: no such file; {from_scratch}, or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}")
+            raise UserError(
+                f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"
+            )
+        raise UserError(
+            f"-e {s.model}: no such file; {from_scratch}, or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}"
+        )
     config, precision = read_model_header(s.model)
     return SimpleNamespace(config=config, file=s.model, precision=precision, resume_step=None)
 
@@ -130,7 +137,9 @@ def check_sizes(s: Settings, config: ModelConfig, world: World) -> int:
     if total % per_micro_step:
         below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
         choice = f"{below} or {above}" if below else above
-        raise UserError(f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; use -d {choice}")
+        raise UserError(
+            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; use -d {choice}"
+        )
     return total // per_micro_step
 
 
@@ -162,7 +171,9 @@ def planned_options(s: Settings) -> PlanOptions:
 
 def check_precision(s: Settings, model):
     if model.precision and s.precision not in ("auto", model.precision):
-        raise UserError(f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; leave --precision out, or start from a {s.precision} file")
+        raise UserError(
+            f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; leave --precision out, or start from a {s.precision} file"
+        )
 
 
 # ----------------------------------------------------------------------------
@@ -212,7 +223,9 @@ def build(s: Settings) -> SimpleNamespace:
     tokenizer = find_tokenizer(s, config)
     max_steps = train_loader.num_tokens // total_batch_size if s.max_steps == -1 else s.max_steps
     if max_steps == 0 and s.max_steps == -1:
-        raise UserError(f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {total_batch_size}; use a smaller -d or -b, or say -x")
+        raise UserError(
+            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {total_batch_size}; use a smaller -d or -b, or say -x"
+        )
     val_batches = 0
     if val_loader:
         val_batches = max(1, val_loader.num_tokens // per_micro_step) if s.val_max_steps == -1 else s.val_max_steps
@@ -225,20 +238,26 @@ def build(s: Settings) -> SimpleNamespace:
     if s.zero_stage == 1:
         print("with one process ZeRO has nothing to shard: -z 1 is the same as -z 0")
     if tokenizer is None and s.sample_every > 0:
-        print(f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids (python scripts/write_tokenizer.py makes one)")
+        print(
+            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids (python scripts/write_tokenizer.py makes one)"
+        )
     if s.sequence_length < config.max_seq_len:
         print(f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained")
     if s.checkpoint_every > 0 and not s.output_dir:
         print(f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them")
     if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
-        print(f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it")
+        print(
+            f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
+        )
     if s.resume and model_source.resume_step is None:
         print(f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}")
 
     plan = Plan(plan_options(s, config, precision, backend.kind))
     print(f"num_parameters: {num_parameters(config)} => bytes: {plan.arenas['parameters']}")
     print(f"allocated {plan.arenas['parameters'] // MIB} MiB for model parameters")
-    print(f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} and total_batch_size={total_batch_size}")
+    print(
+        f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} and total_batch_size={total_batch_size}"
+    )
     print(f"=> setting grad_accum_steps={grad_accum_steps}")
     if s.log_gpu_every > 0:
         gpu_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
@@ -264,7 +283,11 @@ def build_model(plan: Plan, backend, world: World, source):
 
     def advice():
         largest = plan.largest_batch(backend.free_bytes())
-        return f"use -b {largest} or less, a higher -r, or see --plan" if largest else "use a smaller model, a shorter -t or a higher -r, see --plan"
+        return (
+            f"use -b {largest} or less, a higher -r, or see --plan"
+            if largest
+            else "use a smaller model, a shorter -t or a higher -r, see --plan"
+        )
 
     if plan.total_bytes > backend.free_bytes():
         raise NotEnoughMemory(
@@ -296,7 +319,9 @@ def find_tokenizer(s: Settings, config: ModelConfig):
     if s.tokenizer:
         tokenizer = Tokenizer.read(s.tokenizer)
         if tokenizer.vocab_size != config.vocab_size:
-            raise UserError(f"--tokenizer {s.tokenizer} has {tokenizer.vocab_size} tokens and the model {config.vocab_size}; give the one the data was made with")
+            raise UserError(
+                f"--tokenizer {s.tokenizer} has {tokenizer.vocab_size} tokens and the model {config.vocab_size}; give the one the data was made with"
+            )
         return tokenizer
     for folder in (Path("."), Path(s.train_data).parent):
         path = folder / "gpt2_tokenizer.bin"
@@ -474,7 +499,12 @@ def checkpoint(run, step: int):
     from llmc.checkpoint.snapshot import save_snapshot
 
     s, world = run.settings, run.world
-    extra = {"loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(), "B": s.batch_size, "T": s.sequence_length}
+    extra = {
+        "loss_outliers": run.loss_outliers.state(),
+        "norm_outliers": run.norm_outliers.state(),
+        "B": s.batch_size,
+        "T": s.sequence_length,
+    }
     save_snapshot(
         s.output_dir, step, run.model, run.train_loader, extra, rank=world.rank, num_processes=world.num_processes,
         master_weights=bool(s.master_weights),
@@ -488,7 +518,9 @@ def delete_replaced(run, step: int):
 
     s = run.settings
     if s.checkpoint_every > 0:
-        rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every, rank=run.world.rank)
+        rotate(
+            s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every, rank=run.world.rank
+        )
 
 
 def resume(run):

@@ -1,4 +1,5 @@
 """The one place that knows devices: which one a run uses, in which precision, with how much memory."""
+
 import os
 import time
 from contextlib import contextmanager
@@ -86,7 +87,9 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
     if device == "cpu":
         return Backend(torch.device("cpu"), "cpu", cpu_name())
     if not torch.cuda.is_available():
-        raise UserError(f"--device {device}: torch {torch.__version__} finds no CUDA device here; use --device cpu, or install a CUDA build of torch and a driver")
+        raise UserError(
+            f"--device {device}: torch {torch.__version__} finds no CUDA device here; use --device cpu, or install a CUDA build of torch and a driver"
+        )
     index = int(device.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0; choose one of them")

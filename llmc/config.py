@@ -1,4 +1,5 @@
 """Model sizes: what a .bin header holds, and the descriptors that stand for it (d12, gpt2:d48, gpt3:c768)."""
+
 from dataclasses import dataclass
 
 from llmc.errors import UserError
@@ -39,11 +40,15 @@ class ModelConfig:
         """Raise UserError, naming `source`, unless these sizes make a model."""
         for name in self.__dataclass_fields__:
             if getattr(self, name) <= 0:
-                raise UserError(f"{source} says {name} = {getattr(self, name)}; expected a positive number, so the header is damaged or not a GPT-2's")
+                raise UserError(
+                    f"{source} says {name} = {getattr(self, name)}; expected a positive number, so the header is damaged or not a GPT-2's"
+                )
         if self.channels % self.num_heads:
             raise UserError(f"{source} has {self.channels} channels, which {self.num_heads} heads do not divide; choose another model")
         if self.padded_vocab_size < self.vocab_size:
-            raise UserError(f"{source} pads a vocabulary of {self.vocab_size} to {self.padded_vocab_size}, which is smaller; the header is damaged")
+            raise UserError(
+                f"{source} pads a vocabulary of {self.vocab_size} to {self.padded_vocab_size}, which is smaller; the header is damaged"
+            )
         return self
 
 
@@ -59,7 +64,9 @@ def config_from_descriptor(descriptor: str) -> ModelConfig:
         C = int(digits)
         (L, head_size), max_seq_len = GPT3_CHANNELS[C], 2048
         if C % head_size:
-            raise UserError(f"-e {descriptor}: {C} channels are not a multiple of the head size {head_size}; llm.c refuses this model too, choose gpt3:c4096 or gpt3:c12288")
+            raise UserError(
+                f"-e {descriptor}: {C} channels are not a multiple of the head size {head_size}; llm.c refuses this model too, choose gpt3:c4096 or gpt3:c12288"
+            )
         NH = C // head_size
     else:
         raise UserError(f"-e {descriptor}: neither a .bin file nor a known model descriptor; expected {known}, or the path of a model .bin")

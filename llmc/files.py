@@ -1,4 +1,5 @@
 """Files that are whole or not there, and the 1024-byte headers llm.c puts before everything it writes."""
+
 import errno
 import os
 from contextlib import suppress

@@ -3,6 +3,7 @@
 Grammar, as in llm.c: every option is `-xx value`. Each also has a long name, `--long value` or `--long=value`; what this project
 adds is long only. A repeated option: the last one wins. The environment is never read. -h is HellaSwag; help is --help.
 """
+
 from dataclasses import dataclass, make_dataclass
 from math import inf
 from re import compile, fullmatch
@@ -182,7 +183,9 @@ def refuse_unbuilt(settings: Settings) -> None:
     """Raise UserError for an option that llm.c has and this trainer cannot honour yet: nothing is switched off silently."""
     s = settings
     if s.num_processes > 1:
-        raise UserError(f"-pn {s.num_processes}: training with several processes is not built yet; use -pn 1, and -d to accumulate to the same batch")
+        raise UserError(
+            f"-pn {s.num_processes}: training with several processes is not built yet; use -pn 1, and -d to accumulate to the same batch"
+        )
     if s.process_rank >= s.num_processes:
         raise UserError(f"-pr {s.process_rank}: with {s.num_processes} process the only rank is 0; leave -pr out")
     if s.zero_stage > 1:  # stage 1 over one process has nothing to shard, so it is honoured as it is
@@ -236,8 +239,9 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
         return BY_NAME[name], inline if equals else None
     if not word.startswith("-") or len(word) == 1:
         after = f" after {previous.title}" if previous else ""
-        raise UserError(f"unexpected {word!r}{after}: every option is a flag and one value; "
-                        "put a pattern such as 'data/*.bin' in quotes, or see --help")
+        raise UserError(
+            f"unexpected {word!r}{after}: every option is a flag and one value; put a pattern such as 'data/*.bin' in quotes, or see --help"
+        )
     from difflib import get_close_matches  # only a mistake needs it
 
     near = get_close_matches(name, BY_NAME, 3, 0.5)

@@ -4,6 +4,7 @@ The math below reads and writes named views. Whether the ln1 of layer 3 has stor
 other layer is the plan's business: forward runs every stage, backward runs the plan's schedule, and a schedule that
 keeps less simply contains more stages.
 """
+
 from math import sqrt
 from types import SimpleNamespace
 
@@ -226,7 +227,9 @@ class GPT2:
 
     def _ln2_backward(self, l):
         a = self.acts
-        layernorm_backward(a["dresidual"], l.dln2w, l.dln2b, a["dln2"], l.residual2, l.ln2w, l.ln2_mean, l.ln2_rstd, a, accumulate=self.accumulate)
+        layernorm_backward(
+            a["dresidual"], l.dln2w, l.dln2b, a["dln2"], l.residual2, l.ln2w, l.ln2_mean, l.ln2_rstd, a, accumulate=self.accumulate
+        )
 
     def _attproj_backward(self, l):
         self._matmul_backward(self.acts["datty"], l.dattprojw, l.dattprojb, self.acts["dresidual"], l.atty, l.attprojw)
@@ -239,7 +242,9 @@ class GPT2:
 
     def _ln1_backward(self, l):
         a = self.acts
-        layernorm_backward(a["dresidual"], l.dln1w, l.dln1b, a["dln1"], l.residual, l.ln1w, l.ln1_mean, l.ln1_rstd, a, accumulate=self.accumulate)
+        layernorm_backward(
+            a["dresidual"], l.dln1w, l.dln1b, a["dln1"], l.residual, l.ln1w, l.ln1_mean, l.ln1_rstd, a, accumulate=self.accumulate
+        )
 
     # ------------------------------------------------------------------------
     # update

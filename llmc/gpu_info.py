@@ -1,4 +1,5 @@
 """The line that -lg prints: what the GPU is doing, from NVIDIA's management library. Source: llm.c llmc/mfu.h."""
+
 from llmc.errors import UserError
 
 
@@ -12,7 +13,9 @@ def gpu_info_line(device: int | str) -> str:
     try:
         import pynvml as nvml
     except ImportError:
-        raise UserError("-lg needs nvidia-ml-py to ask the GPU, and it is not installed; pip install nvidia-ml-py, or leave -lg out") from None
+        raise UserError(
+            "-lg needs nvidia-ml-py to ask the GPU, and it is not installed; pip install nvidia-ml-py, or leave -lg out"
+        ) from None
     try:
         nvml.nvmlInit()  # counted by the library: only the first call costs anything
         handle = nvml.nvmlDeviceGetHandleByUUID(device) if isinstance(device, str) else nvml.nvmlDeviceGetHandleByIndex(device)
@@ -39,8 +42,12 @@ def _line(nvml, handle) -> str:
         for kind in (nvml.NVML_GPU_UTILIZATION_SAMPLES, nvml.NVML_MEMORY_UTILIZATION_SAMPLES)
     )
     fan = _cell(ask(nvml.nvmlDeviceGetFanSpeed), "2d")
-    clock, max_clock = (_cell(ask(read, nvml.NVML_CLOCK_SM), "4d") for read in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))
-    power, limit = (_cell(ask(read), "3d", per=1000) for read in (nvml.nvmlDeviceGetPowerUsage, nvml.nvmlDeviceGetPowerManagementLimit))  # mW
+    clock, max_clock = (
+        _cell(ask(read, nvml.NVML_CLOCK_SM), "4d") for read in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo)
+    )
+    power, limit = (
+        _cell(ask(read), "3d", per=1000) for read in (nvml.nvmlDeviceGetPowerUsage, nvml.nvmlDeviceGetPowerManagementLimit)
+    )  # mW
     temperature = _cell(ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU), "d")
     slowdown = _cell(ask(nvml.nvmlDeviceGetTemperatureThreshold, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN), "d")
     reason = _throttle_reason(nvml, ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons))

@@ -1,4 +1,5 @@
 """SIGINT and SIGTERM, as a question the loop asks between steps: should we stop?"""
+
 import signal
 from contextlib import suppress
 

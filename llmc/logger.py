@@ -1,4 +1,5 @@
 """What a run writes down: main.log, the line of each step, and the rows of the parameter table, letter for letter as llm.c's."""
+
 import os
 from pathlib import Path
 

@@ -7,6 +7,7 @@ Peaks are dense (no 2:4 sparsity) tensor-core rates with fp32 accumulation, the 
 Cores, clocks and rates are from NVIDIA's architecture white papers (Volta, Turing, GA102, Ada, RTX Blackwell) and product pages; server
 cards have their datasheet's own figure, halved where it counts sparsity.
 """
+
 from re import findall
 
 # bf16 FLOP per tensor core and clock, accumulating in fp32

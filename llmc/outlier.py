@@ -4,6 +4,7 @@ The sums are updated, not recomputed, in the order llm.c updates them, so scores
 a value whose update was skipped can be taken back out (undo), and a loss of nan or inf, which would turn the sums into nan for
 the rest of the run, never enters.
 """
+
 from math import isfinite, nan, sqrt
 
 from llmc.errors import UserError

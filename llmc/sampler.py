@@ -1,4 +1,5 @@
 """From logits to a token. Source: llm.c llmc/sampler.h."""
+
 import numpy as np
 
 

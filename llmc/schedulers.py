@@ -2,6 +2,7 @@
 
 llm.c works in float32, this in Python's doubles: the two agree to 1e-6 relative.
 """
+
 from math import cos, pi, sqrt
 
 # kind -> share of the decaying part that is left when p of the decay has passed

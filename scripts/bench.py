@@ -7,6 +7,7 @@
 Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share of this machine's matmul
 rate, measured in the same run, the step's matmuls come to.
 """
+
 import argparse
 import os
 import resource
@@ -35,7 +36,14 @@ def main():
     parser.add_argument("-e", "--model", default="d12", help="model descriptor [d12]")
     parser.add_argument("-b", "--batch-size", type=int, default=4, help="sequences [4]")
     parser.add_argument("-t", "--sequence-length", type=int, default=64, help="tokens per sequence [64]")
-    parser.add_argument("-r", "--recompute", type=int, default=0, choices=list(NOT_KEPT), help="recompute level [0, which stores everything, as PyTorch does]")
+    parser.add_argument(
+        "-r",
+        "--recompute",
+        type=int,
+        default=0,
+        choices=list(NOT_KEPT),
+        help="recompute level [0, which stores everything, as PyTorch does]",
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both", help="[both]")
     parser.add_argument("--steps", type=int, default=11, help="timed steps of each [11]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
@@ -153,7 +161,9 @@ def compare_memory(precision):
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
         peaks[side] = int(out.split()[-2])
-    print(f"{precision}: peak process memory ours {peaks['ours'] // MIB} MiB, pytorch {peaks['pytorch'] // MIB} MiB, ratio {peaks['ours'] / peaks['pytorch']:.3f}")
+    print(
+        f"{precision}: peak process memory ours {peaks['ours'] // MIB} MiB, pytorch {peaks['pytorch'] // MIB} MiB, ratio {peaks['ours'] / peaks['pytorch']:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """The yardstick of bench.py: GPT-2 as a PyTorch user writes it, with autograd and torch's own fused pieces."""
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -5,6 +5,7 @@
 
 Needs safetensors, and transformers for names on the hub: pip install "transformers" "safetensors".
 """
+
 import argparse
 import importlib
 import json
@@ -91,7 +92,9 @@ def fetch_from_hub(name: str) -> Path:
                 hub.cached_file(name, shard)
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{name} is no folder, and transformers cannot fetch its safetensors ({reason}); check the name and the network") from None
+        raise UserError(
+            f"{name} is no folder, and transformers cannot fetch its safetensors ({reason}); check the name and the network"
+        ) from None
     return Path(config).parent
 
 
@@ -115,7 +118,9 @@ def config_from_hf(values: dict, source: str) -> ModelConfig:
             raise UserError(f"{source} has {name} {found!r}; this trainer's GPT-2 has {allowed[0]!r}, so the model cannot be converted")
     C = size_from_hf(values, source, "n_embd")
     if values.get("n_inner") not in (None, 4 * C):
-        raise UserError(f"{source} has n_inner {values['n_inner']}; this trainer's GPT-2 has 4 * n_embd = {4 * C}, so it cannot be converted")
+        raise UserError(
+            f"{source} has n_inner {values['n_inner']}; this trainer's GPT-2 has 4 * n_embd = {4 * C}, so it cannot be converted"
+        )
     V = size_from_hf(values, source, "vocab_size")
     sizes = [size_from_hf(values, source, name) for name in ("n_positions", "n_layer", "n_head")]
     padded = size_from_hf(values, source, "padded_vocab_size", padded_to_128(V))
@@ -160,7 +165,9 @@ def check_tensors(tensors: dict, config: ModelConfig, folder: Path) -> None:
     expected = hf_shapes(config)
     for name, shape in expected.items():
         if name not in tensors:
-            raise UserError(f"{folder} lacks the tensor {name}; its config.json asks for {len(expected)}, so save or download the model again")
+            raise UserError(
+                f"{folder} lacks the tensor {name}; its config.json asks for {len(expected)}, so save or download the model again"
+            )
         if (found := tuple(tensors[name].get_shape())) != shape:
             raise UserError(f"{folder} has {name} of shape {found}; its config.json asks for {shape}, so save or download the model again")
         if (dtype := tensors[name].get_dtype()) not in ("F32", "F16", "BF16"):
@@ -168,7 +175,9 @@ def check_tensors(tensors: dict, config: ModelConfig, folder: Path) -> None:
     if unknown := sorted(tensors.keys() - expected.keys()):
         raise UserError(f"{folder} has a tensor {unknown[0]}, which is not part of a GPT-2; the model cannot be converted")
     if head is not None and not torch.equal(head[:], tensors["wte.weight"][:]):
-        raise UserError(f"{folder} has an lm_head.weight that differs from wte.weight; this trainer's GPT-2 ties them, so it cannot be converted")
+        raise UserError(
+            f"{folder} has an lm_head.weight that differs from wte.weight; this trainer's GPT-2 ties them, so it cannot be converted"
+        )
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

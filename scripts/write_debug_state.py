@@ -4,6 +4,7 @@
 
 One forward and backward pass in fp32 over the first B*T+1 tokens of the shard.
 """
+
 import argparse
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def load_fp32_model(path, B: int, T: int) -> GPT2:
     """The model at `path`, planned for this batch, on the CPU. Raises UserError for a damaged file, a bf16 one, or a T beyond its own."""
     config, precision = read_model_header(path)
     if precision != "fp32":
-        raise UserError(f"{path} is a {precision} model; expected fp32, as the gradients to compare with are, so pass the fp32 .bin of this model")
+        raise UserError(
+            f"{path} is a {precision} model; expected fp32, as the gradients to compare with are, so pass the fp32 .bin of this model"
+        )
     if T > config.max_seq_len:
         raise UserError(f"-t {T} is longer than {path} knows positions for; expected at most {config.max_seq_len}")
     model = GPT2(Plan(PlanOptions(config, B, T, precision, device="cpu")))
@@ -38,9 +41,13 @@ def first_batch(path, B: int, T: int, config: ModelConfig) -> tuple[np.ndarray, 
     """Inputs and targets (B, T) int64 from the start of a shard. Raises UserError when it is too short or of another vocabulary."""
     tokens = open_shard(path)[: B * T + 1].astype(np.int64)
     if len(tokens) < B * T + 1:
-        raise UserError(f"{path} has {len(tokens)} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b or -t")
+        raise UserError(
+            f"{path} has {len(tokens)} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b or -t"
+        )
     if tokens.max() >= config.vocab_size:
-        raise UserError(f"{path} has a token {tokens.max()}; expected tokens below the model's vocabulary of {config.vocab_size}, so choose another shard")
+        raise UserError(
+            f"{path} has a token {tokens.max()}; expected tokens below the model's vocabulary of {config.vocab_size}, so choose another shard"
+        )
     return tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
 
 

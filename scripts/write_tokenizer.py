@@ -4,6 +4,7 @@
 
 Needs the network the first time: tiktoken downloads the vocabulary and keeps it.
 """
+
 import argparse
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
 """Shared fixtures: the golden case A, written anew, and small helpers every test file may use."""
+
 from pathlib import Path
 
 import pytest

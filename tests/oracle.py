@@ -2,6 +2,7 @@
 
 In float64 it is the truth. In fp32 or bf16 it is "eager torch", whose own error to float64 is the yardstick: ours may be twice that.
 """
+
 from math import sqrt
 
 import torch

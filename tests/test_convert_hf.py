@@ -1,4 +1,5 @@
 """Hugging Face <-> .bin: tensors equal to transformers' own, files equal to the byte, and every model that does not fit refused."""
+
 import json
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def test_a_failed_write_leaves_the_earlier_weights(tmp_path, monkeypatch):
 
 
 def test_the_script_reports_a_user_s_mistake_in_one_line(tmp_path):
-    """"error: ..." on stderr, exit code 2, no traceback."""
+    """ "error: ..." on stderr, exit code 2, no traceback."""
     command = [sys.executable, "scripts/convert_hf.py", "to-hf", tmp_path / "no.bin", tmp_path / "hf"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""

@@ -2,6 +2,7 @@
 
 Without one, only what can be known from shapes: that the CUDA attention operators accept the views the arenas give them.
 """
+
 import json
 from pathlib import Path
 

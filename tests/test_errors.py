@@ -2,6 +2,7 @@
 
 A row of a table is a name, what is broken and the flags, and words that the sentence must hold: what is wrong, found in which place.
 """
+
 import errno
 import os
 import shutil
@@ -38,6 +39,7 @@ def pristine(tmp_path_factory) -> Path:
 @pytest.fixture
 def case(pristine, tmp_path, monkeypatch) -> Path:
     """A copy to break, and the current folder."""
+
     def link(source, target):  # 6 MB for each of 500 tests otherwise; replace() and the program make new files, only the log is appended to
         (shutil.copy if source.endswith("main.log") else os.link)(source, target)
 
@@ -61,7 +63,9 @@ def refused(case: Path, argv, *words: str, code: int = 2, **options) -> str:
     for word in words:
         assert word in result.err, f"{word!r} is not in {result.err!r}"
     after = contents(case)
-    assert {name: after.get(name, "gone") for name in before if name != "log/main.log"} == {n: c for n, c in before.items() if n != "log/main.log"}
+    assert {name: after.get(name, "gone") for name in before if name != "log/main.log"} == {
+        n: c for n, c in before.items() if n != "log/main.log"
+    }
     assert not [name for name in after if name.endswith(".tmp")]
     return result.err
 
@@ -290,7 +294,9 @@ def test_a_wrong_flag_gets_a_sentence(case, name):
     assert not (case / "main.log").exists()
 
 
-@pytest.mark.parametrize("flag", "-b -t -d -x -n -nk -nm -lg -u -l -q -c -sl -sg -v -m -s -g -r -z -pn -pr -pg -ge -h -a -f -w -y --threads --head-chunk".split())
+@pytest.mark.parametrize(
+    "flag", "-b -t -d -x -n -nk -nm -lg -u -l -q -c -sl -sg -v -m -s -g -r -z -pn -pr -pg -ge -h -a -f -w -y --threads --head-chunk".split()
+)
 @pytest.mark.parametrize("value", ["-2", "-2147483649", "-0.5", "nan", "inf", "4x", "0x4", "1e3"])
 def test_a_wrong_number_names_its_flag_and_itself(case, flag, value):
     """1e3 is a fine learning rate; everything else is wrong everywhere."""
@@ -592,6 +598,8 @@ def test_training_into_head_ends_quietly(case):
 def test_a_terminal_without_the_letters_still_trains(case):
     """An ASCII terminal, a folder with umlauts and a sample that cuts a character: escaped, not a traceback at step 20."""
     replace(case / "tokenizer.bin", tokenizer_bytes([b"\xe4"] * 95 + [b"end"], 95))
-    flags = " ".join(f"'{word}'" for word in words_of([*inputs(case), "-b 1 -t 8 -x 1 -v 0 -g 4 --device cpu --threads 1 --tokenizer tokenizer.bin"]))
+    flags = " ".join(
+        f"'{word}'" for word in words_of([*inputs(case), "-b 1 -t 8 -x 1 -v 0 -g 4 --device cpu --threads 1 --tokenizer tokenizer.bin"])
+    )
     result = shell(f"cd {case}; $TRAIN {flags} -o $'log\\xfc\\xc3\\xa9'; echo $?", PYTHONIOENCODING="ascii")
     assert result.stdout.splitlines()[-1] == "0" and not result.stderr and "\\ufffd" in result.stdout

@@ -1,4 +1,5 @@
 """The command line: llm.c's commands run unchanged, wrong values stop with a sentence, and every list of flags is the table."""
+
 import dataclasses
 import os
 import shlex
@@ -167,13 +168,17 @@ def test_readme_lists_the_flags_of_the_table():
     if not readme.exists():
         pytest.skip("no README.md yet")
     text = readme.read_text(encoding="utf-8")
-    assert text.count("<!-- flags -->") == text.count("<!-- /flags -->") == 1, "README.md needs <!-- flags --> and <!-- /flags --> around the list"
+    assert text.count("<!-- flags -->") == text.count("<!-- /flags -->") == 1, (
+        "README.md needs <!-- flags --> and <!-- /flags --> around the list"
+    )
     listed = text.split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
     assert listed == flag_table_markdown(), "paste the output of llmc.flags.flag_table_markdown() between README.md's markers"
 
 
 def test_importing_the_flags_loads_neither_torch_nor_numpy():
-    code = "import sys, llmc.flags; llmc.flags.parse(['-b', '1']); print(sorted({'torch', 'numpy', 'argparse', 'difflib'} & set(sys.modules)))"
+    code = (
+        "import sys, llmc.flags; llmc.flags.parse(['-b', '1']); print(sorted({'torch', 'numpy', 'argparse', 'difflib'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -186,7 +191,9 @@ def run_script(name, folder, body):
     """Run a script whose python is `body`, a shell script that finds the run's folder in $log and its arguments in $@."""
     stub, log = folder / "python", folder / "log"
     log.mkdir(exist_ok=True)
-    stub.write_text(f'#!/bin/sh\nlog={shlex.quote(str(log))}\nprintf "%s\\n" "$@" > {shlex.quote(str(folder))}/argv\necho x >> $log/calls\n{body}\n')
+    stub.write_text(
+        f'#!/bin/sh\nlog={shlex.quote(str(log))}\nprintf "%s\\n" "$@" > {shlex.quote(str(folder))}/argv\necho x >> $log/calls\n{body}\n'
+    )
     stub.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(stub), "LOG_DIR": str(log), "MAX_TRIES": "3", "RETRY_AFTER_S": "0"}
     code = subprocess.run(["bash", str(REPO / "scripts" / name)], env=environment, capture_output=True, text=True, timeout=20).returncode

@@ -2,6 +2,7 @@
 
 The numbers in golden/train_A.jsonl and eval_A.json were measured from llm.c's own C code in fp32.
 """
+
 import contextlib
 import io
 import json

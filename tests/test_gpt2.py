@@ -1,4 +1,5 @@
 """The whole model: gradients and losses against autograd, the same bits at every recompute level and after every detour, flat memory."""
+
 import json
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def test_positions_beyond_the_batch_get_no_gradient(precision, T_short):
 @precisions
 def test_four_micro_steps_are_one_large_batch(precision):
     """Gradients of four micro-steps against float64 on all rows at once; eager torch accumulates in the same type."""
-    model, dtype = build(SMALL, precision), DTYPE[precision]
+    model = build(SMALL, precision)
     parts = [batch(i) for i in range(4)]
     for i, (inputs, targets) in enumerate(parts):
         model.forward(inputs)
@@ -426,7 +427,7 @@ def test_sampling_and_evaluating_between_steps_changes_no_bit_of_training(level,
 @precisions
 def test_token_losses_are_each_position_s_own(precision):
     """Against float64, position by position, and their mean is what validate says; a second call repeats the bits."""
-    model, dtype = build(SMALL, precision), DTYPE[precision]
+    model = build(SMALL, precision)
     inputs, targets = batch(5)
     losses = model.token_losses(inputs, targets).clone()
     assert losses.shape == (B, T) and losses.dtype == torch.float32

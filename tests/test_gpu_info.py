@@ -1,4 +1,5 @@
 """The -lg line, from a stand-in for NVIDIA's library."""
+
 import sys
 from types import SimpleNamespace
 
@@ -66,7 +67,8 @@ def test_the_line_is_llmc_s(ask):
 
 
 @pytest.mark.parametrize(
-    "bits,reason", [(0, "no cap"), (0x1, "other cap"), (0x20, "thermal cap"), (0x40, "thermal cap"), (0x84, "power cap"), (0x24, "power cap")]
+    "bits,reason",
+    [(0, "no cap"), (0x1, "other cap"), (0x20, "thermal cap"), (0x40, "thermal cap"), (0x84, "power cap"), (0x24, "power cap")],
 )
 def test_power_is_named_before_heat_before_the_rest(ask, bits, reason):
     assert ask(nvmlDeviceGetCurrentClocksThrottleReasons=bits).endswith(f"| {reason}")

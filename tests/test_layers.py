@@ -2,6 +2,7 @@
 
 Outputs start as NaN and accumulating ones from noise, so what is not written, or overwritten, shows.
 """
+
 from math import inf, nan, sqrt
 
 import numpy as np
@@ -69,6 +70,7 @@ def judge(names, ours, function, leaves, dout, dtype, before=None, floor=1.0):
 
 def squirrel_noise(position, seed):
     """SquirrelNoise5 in Python's own integers, from the contract's constants."""
+
     def wrap(n):
         return n & 0xFFFFFFFF
 
@@ -715,9 +717,7 @@ def test_adamw_in_bf16_updates_fp32_and_rounds_it_once(room, master):
             s.seed = step * 77777 + i
             if not master:
                 full[i][0] = s.param.float()
-        as_fp32 = [
-            TensorState(p, s.grad.float(), m, v, None, layers=s.layers, decay=s.decay, seed=0) for s, (p, m, v) in zip(states, full)
-        ]
+        as_fp32 = [TensorState(p, s.grad.float(), m, v, None, layers=s.layers, decay=s.decay, seed=0) for s, (p, m, v) in zip(states, full)]
         adamw_update(as_fp32, {}, lr=1e-2, weight_decay=0.1, step=step, grad_divisor=1.3)
         adamw_update(states, update_scratch(room, master), lr=1e-2, weight_decay=0.1, step=step, grad_divisor=1.3)
         for s, (p, m, v) in zip(states, full):

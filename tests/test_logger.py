@@ -1,4 +1,5 @@
 """main.log and the printed lines are llm.c's, and a resumed log reads as if the run had never stopped."""
+
 import math
 import os
 import time
@@ -28,10 +29,7 @@ def test_lines_are_llmc_s(tmp_path):
     log.train(7, 3.14159, 0.00059996, 1.005)
     log.train(8, math.nan, 6e-4, math.inf)
     assert text(tmp_path) == (
-        "s:0 tel:10.9877\n"
-        "s:250 eval:0.2946\n"
-        "s:7 trl:3.1416 lr:0.000600 norm:1.00\n"
-        "s:8 trl:nan lr:0.000600 norm:inf\n"
+        "s:0 tel:10.9877\ns:250 eval:0.2946\ns:7 trl:3.1416 lr:0.000600 norm:1.00\ns:8 trl:nan lr:0.000600 norm:inf\n"
     )  # read while still open: each line is out when its call returns
 
 

@@ -2,6 +2,7 @@
 
 `run` is the whole program without a new process, which costs 20 times less; test_resume.py and test_errors.py use it too.
 """
+
 import io
 import json
 import math
@@ -41,6 +42,7 @@ def run(*argv, after_step=lambda step: None, faked=None) -> SimpleNamespace:
     after_step  called with the number of steps done, inside the loop: may raise, or send a signal
     faked       more names of train_gpt2 to replace
     """
+
     def step_line(step, *rest, **values):
         after_step(step + 1)
         return real_step_line(step, *rest, **values)
@@ -159,7 +161,11 @@ def test_main_log_holds_the_printed_numbers_in_llmc_s_format(golden_run):
     lines = (folder / "main.log").read_text().splitlines()
     assert len(lines) == len(expected) == 40 + 9 + 8
     for line, (s, kind, *values) in zip(lines, expected):
-        form = {"tel": r"s:(\d+) tel:(\d+\.\d{4})", "eval": r"s:(\d+) eval:(\d\.\d{4})", "trl": r"s:(\d+) trl:(\d+\.\d{4}) lr:(\d\.\d{6}) norm:(\d+\.\d\d)"}
+        form = {
+            "tel": r"s:(\d+) tel:(\d+\.\d{4})",
+            "eval": r"s:(\d+) eval:(\d\.\d{4})",
+            "trl": r"s:(\d+) trl:(\d+\.\d{4}) lr:(\d\.\d{6}) norm:(\d+\.\d\d)",
+        }
         found = re.fullmatch(form[kind], line)
         assert found, f"{line!r} is not a {kind} line"
         order = (0, 2, 1) if kind == "trl" else (0,)
@@ -303,7 +309,9 @@ def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case
         assert (before / f"model_{at:08d}.bin").read_bytes() == (after / f"model_{at + 1:08d}.bin").read_bytes()
         assert (before / f"extra_{at:08d}_00000.json").read_bytes() == (after / f"extra_{at + 1:08d}_00000.json").read_bytes()
         moments = slice(1024, 1024 + 3 * 4 * num_parameters(CONFIG))
-        assert (before / f"state_{at:08d}_00000.bin").read_bytes()[moments] == (after / f"state_{at + 1:08d}_00000.bin").read_bytes()[moments]
+        assert (before / f"state_{at:08d}_00000.bin").read_bytes()[moments] == (after / f"state_{at + 1:08d}_00000.bin").read_bytes()[
+            moments
+        ]
 
 
 def test_printed_z_scores_are_the_detector_s(case):
@@ -441,6 +449,7 @@ def test_each_batch_is_asked_for_once_and_validation_starts_over(case):
         def method(self):
             calls.append((self.flag, name))
             return real[name](self)
+
         return method
 
     with patch.object(TokenLoader, "next_batch", counted("next_batch")), patch.object(TokenLoader, "reset", counted("reset")):

@@ -1,4 +1,5 @@
 """Peaks agree with llm.c's table where it has the card, and with the card's name as drivers really spell it."""
+
 import pytest
 
 from llmc.mfu import PEAKS, flops_per_token, model_flops_utilization, promised_tflops

@@ -1,4 +1,5 @@
 """The model .bin against bytes built by hand, every way it can be wrong, and writes that fail half way."""
+
 import errno
 import os
 import struct

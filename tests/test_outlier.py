@@ -1,4 +1,5 @@
 """Z-scores repeat llm.c's; a value taken back, or a state carried through JSON, leaves no trace."""
+
 import json
 import math
 from pathlib import Path
@@ -93,8 +94,14 @@ def test_a_detector_restored_from_json_goes_on_to_the_bit(count):
 @pytest.mark.parametrize(
     "damage",
     [
-        {"window": ["0x1p+0"] * 129}, {"window": ["x"]}, {"window": [1.0]}, {"window": None}, {"index": 5}, {"index": "0"},
-        {"sum": None}, {"sum_sq": "0x1p+99999"},
+        {"window": ["0x1p+0"] * 129},
+        {"window": ["x"]},
+        {"window": [1.0]},
+        {"window": None},
+        {"index": 5},
+        {"index": "0"},
+        {"sum": None},
+        {"sum_sq": "0x1p+99999"},
     ],  # fmt: skip
 )
 def test_a_damaged_state_is_refused_by_name(damage):

@@ -1,4 +1,5 @@
 """The tables, the recompute ladder and the plan: every byte has one owner at a time, and the sizes are the promised ones."""
+
 import subprocess
 import sys
 from dataclasses import replace

@@ -2,6 +2,7 @@
 
 Compared are the last checkpoint's model, state and extra files and main.log, byte for byte.
 """
+
 import fcntl
 import json
 import random
@@ -82,6 +83,7 @@ def crash_at(step: int):
     def after_step(done):
         if done == step:
             raise Crash
+
     return after_step
 
 
@@ -218,6 +220,7 @@ def test_a_signal_during_the_last_evaluation_still_leaves_a_checkpoint_and_a_log
     ran(*argv, "-o", straight)
 
     import train_gpt2
+
     real = train_gpt2.validate
 
     def validate(run, step, stop):
@@ -237,7 +240,14 @@ def test_a_signal_during_the_last_evaluation_still_leaves_a_checkpoint_and_a_log
 
 def test_rotation_keeps_the_newest_and_the_major_checkpoints(case, tmp_path):
     """-n 2 -x 12: the rule of the contract, delete S - nk*n unless it is a multiple of nm; every file of a step goes with its DONE."""
-    for nk, nm, expected in ((0, 0, [2, 4, 6, 8, 10, 12]), (1, 0, [12]), (2, 0, [10, 12]), (1, 6, [6, 12]), (2, 4, [4, 8, 10, 12]), (9, 0, [2, 4, 6, 8, 10, 12])):
+    for nk, nm, expected in (
+        (0, 0, [2, 4, 6, 8, 10, 12]),
+        (1, 0, [12]),
+        (2, 0, [10, 12]),
+        (1, 6, [6, 12]),
+        (2, 4, [4, 8, 10, 12]),
+        (9, 0, [2, 4, 6, 8, 10, 12]),
+    ):
         folder = tmp_path / f"{nk}_{nm}"
         ran(*inputs(case), "-b 1 -t 8 -x 12 -n 2", QUIET, "-nk", nk, "-nm", nm, "-o", folder)
         names = {f"{kind}_{step:08d}{end}" for step in expected for kind, end in
@@ -325,7 +335,9 @@ def reference(case: Path, every: int) -> Path:
 def start(*argv) -> subprocess.Popen:
     """The program in a process of its own, which does not outlive a minute."""
     words = words_of(["--device cpu --threads 1", *argv])
-    process = subprocess.Popen([sys.executable, "train_gpt2.py", *words], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "train_gpt2.py", *words], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     watchdog = threading.Timer(60, process.kill)
     watchdog.daemon = True
     watchdog.start()
@@ -396,7 +408,9 @@ def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, r
     argv = [*inputs(case), SIGNALLED, "-n 1 -nk 2 -y 1"]
     folder, reached = tmp_path / "log", 0
     for _ in range(3):
-        code, _, err = interrupt(start(*argv, "-o", folder), signal.SIGKILL, f"step {reached + chance.randint(3, 14):4d}/", chance.uniform(0, 0.03))
+        code, _, err = interrupt(
+            start(*argv, "-o", folder), signal.SIGKILL, f"step {reached + chance.randint(3, 14):4d}/", chance.uniform(0, 0.03)
+        )
         assert (code, err) == (-signal.SIGKILL, "")
         newest = max(steps_in(folder))
         assert newest > reached

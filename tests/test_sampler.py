@@ -1,4 +1,5 @@
 """A token drawn from logits is the one llm.c draws."""
+
 import math
 
 import numpy as np

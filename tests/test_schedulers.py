@@ -1,4 +1,5 @@
 """Learning rates repeat llm.c's, and are defined where it divides by zero."""
+
 import json
 from pathlib import Path
 

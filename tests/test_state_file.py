@@ -1,4 +1,5 @@
 """The state file and its JSON companion, the debug state: bytes built by hand, and every way they can be wrong."""
+
 import math
 import os
 import struct

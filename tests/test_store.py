@@ -1,4 +1,5 @@
 """A folder of checkpoints: what counts as complete, what is deleted, and in which order."""
+
 import errno
 import os
 import struct

@@ -1,4 +1,5 @@
 """llm.c's debug state: one step's inputs, logits, loss and gradients, for its C tests. Source: llm.c train_gpt2.py write_state."""
+
 import numpy as np
 
 from llmc.files import DEBUG_STATE_MAGIC, HEADER_BYTES, check_size, new_header, read_header, write_atomically

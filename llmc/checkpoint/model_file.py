@@ -2,6 +2,7 @@
 
 numpy only: `--plan` reads a model's sizes before torch is imported.
 """
+
 import numpy as np
 
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically

@@ -1,4 +1,5 @@
 """A whole checkpoint, written and read back: the model, the training state, and what a resumed run needs to be the same run."""
+
 import numpy as np
 import torch
 
@@ -39,7 +40,9 @@ def save_snapshot(folder, step, model, loader, extra, *, rank, num_processes, ma
 def rotate(folder, step, *, every, keep, major_every, rank):
     """Delete the checkpoint that the one of `step` replaces, or what a crash left of it, if -nk says so."""
     old = step_to_delete(step, every, keep, major_every)
-    if old is not None and any(path.exists() for path in (model_path(folder, old), state_path(folder, old, rank), extra_path(folder, old, rank))):
+    if old is not None and any(
+        path.exists() for path in (model_path(folder, old), state_path(folder, old, rank), extra_path(folder, old, rank))
+    ):
         print(f"Deleting checkpoint at step {old}")
         delete(folder, old, rank)
 
@@ -58,7 +61,9 @@ def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_we
     path = state_path(folder, step, rank)
     state, tensors = read_state(path, len(model.flat["m"]), num_processes=num_processes, rank=rank)
     if state.step != step:
-        raise UserError(f"{path} says that it was written at step {state.step}; expected {step}, so the file is not the one of this checkpoint: resume from another")
+        raise UserError(
+            f"{path} says that it was written at step {state.step}; expected {step}, so the file is not the one of this checkpoint: resume from another"
+        )
     if master_weights and not state.use_master_weights:
         raise UserError(f"{path} holds no fp32 master weights, but -w 1 asks for them; resume with -w 0, as the run that wrote it")
     if state.use_master_weights and not master_weights:

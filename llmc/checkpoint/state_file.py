@@ -2,6 +2,7 @@
 
 Every rank writes its own: state_STEP_RANK.bin, byte for byte llm.c's, and extra_STEP_RANK.json for what llm.c's header has no room for.
 """
+
 import json
 import os
 from dataclasses import dataclass

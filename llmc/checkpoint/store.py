@@ -3,6 +3,7 @@
 A checkpoint is complete when its empty DONE file exists. DONE is written last and removed first, so at no instant does one
 stand over missing files.
 """
+
 import os
 import re
 import tempfile

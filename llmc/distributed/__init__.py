@@ -1,4 +1,5 @@
 """The one door to other processes. One process is rank 0 of 1; more come with a later version."""
+
 import os
 from dataclasses import dataclass
 

@@ -6,6 +6,7 @@
 torch's fused CPU and CUDA kernels do this in one pass. A bf16 model works in pieces that stay in cache: the gradient is
 widened, the fp32 master (or a widened weight) is updated, and the weight becomes its stochastic rounding.
 """
+
 import torch
 
 from llmc.layers.rounding import noise_2d, round_to_bf16

@@ -3,6 +3,7 @@
 The kernels are torch's own, called below autograd. They return memory of their own, which is copied into the arena and
 freed at once; the plan counts it as library memory. Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
 """
+
 import torch
 
 from llmc.backend import deterministic
@@ -63,9 +64,7 @@ def _forward(q, k, v, *, causal):
     if q.dtype == torch.float32:  # flash attention has no fp32 form; this one is as frugal
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
         return out, lse
-    out, lse, _, _, _ = aten._flash_attention_forward(
-        *_bthd(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False
-    )
+    out, lse, _, _, _ = aten._flash_attention_forward(*_bthd(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False)
     return out.transpose(1, 2), lse
 
 

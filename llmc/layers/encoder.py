@@ -1,4 +1,5 @@
 """Token and position embeddings. Source: llm.c llmc/encoder.cuh."""
+
 import torch
 
 from llmc.backend import deterministic

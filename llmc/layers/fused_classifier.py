@@ -1,4 +1,5 @@
 """Softmax, cross-entropy and the logits' gradient in one function, in place. Source: llm.c llmc/fused_classifier.cuh."""
+
 import torch
 
 

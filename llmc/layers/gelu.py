@@ -1,4 +1,5 @@
 """GELU, tanh approximation. Source: llm.c llmc/gelu.cuh; Hendrycks and Gimpel 2016."""
+
 import torch
 
 

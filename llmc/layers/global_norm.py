@@ -1,4 +1,5 @@
 """The gradient's global norm. Source: llm.c llmc/global_norm.cuh."""
+
 import torch
 
 

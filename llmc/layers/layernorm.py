@@ -2,6 +2,7 @@
 
 All arithmetic is fp32 on a few rows at a time, in scratch that fits a cache. Source: llm.c llmc/layernorm.cuh.
 """
+
 import torch
 
 EPSILON = 1e-5

@@ -1,4 +1,5 @@
 """Linear layers. Weights are (out_features, in_features), as in llm.c. Source: llm.c llmc/matmul.cuh."""
+
 import torch
 
 

@@ -3,6 +3,7 @@
 The noise is SquirrelNoise5 over a 2-D position (Squirrel Eiserloh, GDC 2017, and the version he published in 2021).
 A value whose low 16 bits exceed the noise's low 16 rounds away from zero, else toward it. Source: llm.c cuda_utils.cuh.
 """
+
 from functools import cache
 
 import torch

@@ -1,4 +1,5 @@
 """Arenas carry the plan out: one allocation per purpose, views cut from it by name."""
+
 from math import prod
 
 import torch

@@ -4,6 +4,7 @@ A level is a set of names. Everything else follows: before backward reads a name
 writes it runs again, and so on down to names that were. The same walk gives the model its schedule and the memory
 plan its lifetimes, so the two cannot disagree.
 """
+
 from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, FORWARD_STAGES
 
 # -r level -> what is not kept per layer

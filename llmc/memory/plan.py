@@ -4,6 +4,7 @@ Parameters, gradients and optimizer state are one arena each, packed in file ord
 every tensor has the span of stages it is needed for, and tensors whose spans do not meet may share bytes. The step
 itself, evaluation, the update and sampling are all stages on the same line, so they all fit in the same arena.
 """
+
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -97,7 +98,13 @@ class Plan:
     def arenas(self) -> dict[str, int]:
         o, n = self.options, num_parameters(self.options.config)
         element = DTYPE_BYTES[o.precision]
-        arenas = {"parameters": n * element, "gradients": n * element, "activations": _extent(self.tensors.values()), "m": n * 4, "v": n * 4}
+        arenas = {
+            "parameters": n * element,
+            "gradients": n * element,
+            "activations": _extent(self.tensors.values()),
+            "m": n * 4,
+            "v": n * 4,
+        }
         return arenas | ({"master": n * 4} if o.keeps_master else {})
 
     @property
@@ -131,6 +138,7 @@ class Plan:
 
     def largest_batch(self, budget_bytes: int) -> int:
         """The largest B whose whole plan fits in `budget_bytes`; 0 if not even one sequence does."""
+
         def fits(B):
             return Plan(replace(self.options, B=B)).total_bytes <= budget_bytes
 

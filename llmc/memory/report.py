@@ -1,4 +1,5 @@
 """The plan in words: llm.c's allocation lines, and the table of --plan."""
+
 from dataclasses import replace
 
 from llmc.memory.ladder import NOT_KEPT
@@ -10,7 +11,11 @@ PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations
 
 def allocation_lines(plan: Plan) -> list[str]:
     """llm.c's line for every arena that is about to be allocated, the parameters' excepted: they come first, in other words."""
-    return [f"allocating {n_bytes // MIB} MiB for {PURPOSE_NAMES[purpose]}" for purpose, n_bytes in plan.arenas.items() if purpose != "parameters"]
+    return [
+        f"allocating {n_bytes // MIB} MiB for {PURPOSE_NAMES[purpose]}"
+        for purpose, n_bytes in plan.arenas.items()
+        if purpose != "parameters"
+    ]
 
 
 def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) -> list[str]:

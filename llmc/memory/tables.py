@@ -6,6 +6,7 @@ letters, resolved against the sizes of one run:
     B micro-batch   T sequence length   C channels   NH heads   L layers   V, Vp vocabulary and padded vocabulary
     maxT longest sequence the model knows
 """
+
 from dataclasses import dataclass
 from math import prod
 
