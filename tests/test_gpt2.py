@@ -167,7 +167,7 @@ def test_positions_beyond_the_batch_get_no_gradient(precision, T_short):
 @precisions
 def test_four_micro_steps_are_one_large_batch(precision):
     """Gradients of four micro-steps against float64 on all rows at once; eager torch accumulates in the same type."""
-    model = build(SMALL, precision)
+    model, dtype = build(SMALL, precision), DTYPE[precision]
     parts = [batch(i) for i in range(4)]
     for i, (inputs, targets) in enumerate(parts):
         model.forward(inputs)
