@@ -12,7 +12,7 @@ TORCH  ?= $(if $(wildcard /dev/nvidiactl),torch>=2.11,torch==2.13.0)
 
 python := $(VENV)/bin/python
 data   := dev/data/stdlib
-# what shows most in about two minutes on two cores with bf16: many small steps, and a rate that suits them (1e-3 and above
+# what shows most in under three minutes on two cores with bf16: many small steps, and a rate that suits them (1e-3 and above
 # end at a loss higher by 0.1 to 0.3, measured)
 demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 350 -g 256
 

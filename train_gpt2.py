@@ -104,7 +104,8 @@ def choose_model(s: Settings) -> SimpleNamespace:
             config, precision = read_model_header(path)
             if named and named.config != config:
                 raise UserError(
-                    f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; resume with the -e of the run that wrote it, or choose another -o"
+                    f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
+                    "resume with the -e of the run that wrote it, or choose another -o"
                 )
             return SimpleNamespace(config=config, file=path, precision=precision, resume_step=step)
     if named:
@@ -113,10 +114,12 @@ def choose_model(s: Settings) -> SimpleNamespace:
         from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
         if not glob(s.train_data):
             raise UserError(
-                f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"
+                f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); "
+                f"make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"
             )
         raise UserError(
-            f"-e {s.model}: no such file; {from_scratch}, or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}"
+            f"-e {s.model}: no such file; {from_scratch}, "
+            f"or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}"
         )
     config, precision = read_model_header(s.model)
     return SimpleNamespace(config=config, file=s.model, precision=precision, resume_step=None)
@@ -138,7 +141,8 @@ def check_sizes(s: Settings, config: ModelConfig, world: World) -> int:
         below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
         choice = f"{below} or {above}" if below else above
         raise UserError(
-            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; use -d {choice}"
+            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; "
+            f"use -d {choice}"
         )
     return total // per_micro_step
 
@@ -172,7 +176,8 @@ def planned_options(s: Settings) -> PlanOptions:
 def check_precision(s: Settings, model):
     if model.precision and s.precision not in ("auto", model.precision):
         raise UserError(
-            f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; leave --precision out, or start from a {s.precision} file"
+            f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; "
+            f"leave --precision out, or start from a {s.precision} file"
         )
 
 
@@ -224,7 +229,8 @@ def build(s: Settings) -> SimpleNamespace:
     max_steps = train_loader.num_tokens // total_batch_size if s.max_steps == -1 else s.max_steps
     if max_steps == 0 and s.max_steps == -1:
         raise UserError(
-            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {total_batch_size}; use a smaller -d or -b, or say -x"
+            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {total_batch_size}; "
+            "use a smaller -d or -b, or say -x"
         )
     val_batches = 0
     if val_loader:
@@ -239,7 +245,8 @@ def build(s: Settings) -> SimpleNamespace:
         print("with one process ZeRO has nothing to shard: -z 1 is the same as -z 0")
     if tokenizer is None and s.sample_every > 0:
         print(
-            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids (python scripts/write_tokenizer.py makes one)"
+            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
+            "(python scripts/write_tokenizer.py makes one)"
         )
     if s.sequence_length < config.max_seq_len:
         print(f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained")
@@ -256,7 +263,8 @@ def build(s: Settings) -> SimpleNamespace:
     print(f"num_parameters: {num_parameters(config)} => bytes: {plan.arenas['parameters']}")
     print(f"allocated {plan.arenas['parameters'] // MIB} MiB for model parameters")
     print(
-        f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} and total_batch_size={total_batch_size}"
+        f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} "
+        f"and total_batch_size={total_batch_size}"
     )
     print(f"=> setting grad_accum_steps={grad_accum_steps}")
     if s.log_gpu_every > 0:
@@ -267,7 +275,8 @@ def build(s: Settings) -> SimpleNamespace:
     print(*usage_lines(plan, *backend.memory_bytes(), backend.free_bytes()), sep="\n", flush=True)
 
     run = SimpleNamespace(
-        settings=s, world=world, backend=backend, model=model, plan=plan, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
+        settings=s, world=world, backend=backend, model=model, plan=plan,
+        train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
         tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, grad_accum_steps=grad_accum_steps,
         total_batch_size=total_batch_size, peak_tflops=peak_tflops, resume_step=model_source.resume_step,
         loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(),
@@ -320,7 +329,8 @@ def find_tokenizer(s: Settings, config: ModelConfig):
         tokenizer = Tokenizer.read(s.tokenizer)
         if tokenizer.vocab_size != config.vocab_size:
             raise UserError(
-                f"--tokenizer {s.tokenizer} has {tokenizer.vocab_size} tokens and the model {config.vocab_size}; give the one the data was made with"
+                f"--tokenizer {s.tokenizer} has {tokenizer.vocab_size} tokens and the model {config.vocab_size}; "
+                "give the one the data was made with"
             )
         return tokenizer
     for folder in (Path("."), Path(s.train_data).parent):
@@ -396,7 +406,8 @@ def train(s: Settings):
 
         mfu = model_flops_utilization(clock.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
         print(format_step_line(
-            step, run.max_steps, loss=loss, loss_z=loss_z, norm=norm, norm_z=norm_z, lr=lr, dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
+            step, run.max_steps, loss=loss, loss_z=loss_z, norm=norm, norm_z=norm_z, lr=lr,
+            dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
         ), flush=True)  # fmt: skip
         if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
             print(gpu_line(run.backend), flush=True)

@@ -88,7 +88,8 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
         return Backend(torch.device("cpu"), "cpu", cpu_name())
     if not torch.cuda.is_available():
         raise UserError(
-            f"--device {device}: torch {torch.__version__} finds no CUDA device here; use --device cpu, or install a CUDA build of torch and a driver"
+            f"--device {device}: torch {torch.__version__} finds no CUDA device here; "
+            "use --device cpu, or install a CUDA build of torch and a driver"
         )
     index = int(device.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():

@@ -65,7 +65,8 @@ def config_from_descriptor(descriptor: str) -> ModelConfig:
         (L, head_size), max_seq_len = GPT3_CHANNELS[C], 2048
         if C % head_size:
             raise UserError(
-                f"-e {descriptor}: {C} channels are not a multiple of the head size {head_size}; llm.c refuses this model too, choose gpt3:c4096 or gpt3:c12288"
+                f"-e {descriptor}: {C} channels are not a multiple of the head size {head_size}; "
+                "llm.c refuses this model too, choose gpt3:c4096 or gpt3:c12288"
             )
         NH = C // head_size
     else:

@@ -64,14 +64,16 @@ NEVER = "0 or -1 means never"
 # group -> its flags, in llm.c's order. Defaults are llm.c's; help never repeats what default, choices or range say
 GROUPS = {
     "files": (
-        Flag(("-i",), "train-data", str, "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", "GLOB", "token shards to train on; quote a pattern"),
+        Flag(("-i",), "train-data", str, "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", "GLOB",
+             "token shards to train on; quote a pattern"),
         Flag(("-j",), "val-data", str, "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "GLOB", "token shards to validate on"),
         Flag(("-e",), "model", str, "gpt2_124M_bf16.bin", "FILE|NAME", "start from a model .bin, or from random weights of a size: d12, "
              "gpt2:d48, gpt3:c768"),
         Flag(("-o",), "output-dir", str, "", "DIR", "where the log and checkpoints go; empty writes neither"),
         Flag(("-lg",), "log-gpu-every", int, -1, "STEPS", f"print the GPU's clocks, power and temperature this often; {NEVER}",
              at_least=0, also=(-1,)),
-        Flag(("-n",), "checkpoint-every", int, 0, "STEPS", f"write a checkpoint this often and at the end; {NEVER}", at_least=0, also=(-1,)),
+        Flag(("-n",), "checkpoint-every", int, 0, "STEPS", f"write a checkpoint this often and at the end; {NEVER}",
+             at_least=0, also=(-1,)),
         Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep only the newest checkpoints; 0 keeps all", at_least=0),
         Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
              at_least=0),
@@ -91,13 +93,16 @@ GROUPS = {
              choices=("cosine", "linear", "constant", "wsd")),
         Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
         Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps to rise to it from zero", at_least=0, at_most=2**31 - 1),
-        Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay", at_least=0),
+        Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay",
+             at_least=0),
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
-        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up; 0 never skips", at_least=0),
+        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up; 0 never skips",
+             at_least=0),
         Flag(("-sg",), "skip-grad-z", float, 0.0, "Z", "the same for the gradient norm", at_least=0),
     ),
     "evaluation": (
-        Flag(("-v",), "val-loss-every", int, 20, "STEPS", "validate this often and at the end; 0 means never", at_least=0, hint="0 means never"),
+        Flag(("-v",), "val-loss-every", int, 20, "STEPS", "validate this often and at the end; 0 means never",
+             at_least=0, hint="0 means never"),
         Flag(("-m",), "val-max-steps", int, 20, "BATCHES", "validation batches to average; -1: the whole split", at_least=1, also=(-1,),
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
@@ -113,24 +118,29 @@ GROUPS = {
         Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls: none, forward, both ways", choices=(0, 1, 2)),
     ),
     "memory": (
-        Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes", choices=(0, 1, 2, 3)),
-        Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms too", at_least=0),
+        Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",
+             choices=(0, 1, 2, 3)),
+        Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms too",
+             at_least=0),
     ),
     "several processes": (
         Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all", at_least=1),
         Flag(("-pr",), "process-rank", int, 0, "RANK", "number of this process, from 0", at_least=0),
         Flag(("-pg",), "gpus-per-node", int, 8, "COUNT", "GPUs in each machine", at_least=1),
-        Flag(("-pm", "-pi"), "init-method", str, "mpi", "NAME", "how processes find each other: mpi, fs or tcp", choices=("mpi", "fs", "tcp")),
+        Flag(("-pm", "-pi"), "init-method", str, "mpi", "NAME", "how processes find each other: mpi, fs or tcp",
+             choices=("mpi", "fs", "tcp")),
         Flag(("-ps",), "server-ip", str, "", "ADDRESS", "where rank 0 listens, for tcp"),
         Flag(("-pp", "-pf"), "fs-path", str, "/tmp", "DIR", "a folder all processes share, for fs"),
     ),
     "this project's own": (
-        Flag((), "device", str, "auto", "auto|cpu|cuda[:N]", "where to train; auto takes a GPU if there is one", pattern=r"auto|cpu|cuda(:\d+)?"),
+        Flag((), "device", str, "auto", "auto|cpu|cuda[:N]", "where to train; auto takes a GPU if there is one",
+             pattern=r"auto|cpu|cuda(:\d+)?"),
         Flag((), "precision", str, "auto", "auto|fp32|bf16", "type of weights and activations; auto follows the model file and the device",
              choices=("auto", "fp32", "bf16")),
         Flag((), "plan", bool, False, "", "print the memory plan and exit, on any machine"),
         Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
-        Flag((), "tokenizer", str, "", "FILE", "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
+        Flag((), "tokenizer", str, "", "FILE",
+             "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
         Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
         Flag((), "threads", int, 0, "COUNT", "CPU threads; 0 takes all cores", at_least=0, at_most=1024),
         Flag((), "help", bool, False, "", "print this and exit"),
@@ -201,7 +211,8 @@ def format_help(width: int = 100) -> str:
     from textwrap import TextWrapper, fill
 
     lines = ["usage: python train_gpt2.py [-xx value | --long value | --switch] ...", "",
-             fill("Trains GPT-2 with llm.c's flags and files. Defaults in brackets; the last of repeated options wins.", max(width, 60))]  # fmt: skip
+             fill("Trains GPT-2 with llm.c's flags and files. Defaults in brackets; the last of repeated options wins.",
+                  max(width, 60))]  # fmt: skip
     column = 2 + max(len(_usage(flag)) for flag in FLAGS)
     wrapper = TextWrapper(max(width, column + 24), initial_indent=" " * column, subsequent_indent=" " * column)
     wrapper.wordsep_re = compile(r"(\s+)|(?<=/)")  # a long path breaks between its folders, not in a name

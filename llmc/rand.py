@@ -56,7 +56,8 @@ class MersenneTwister:
         """The generator that `to_bytes`, or llm.c, wrote. Raises UserError for anything else."""
         if len(data) != STATE_STRUCT.size:
             raise UserError(
-                f"the saved shuffle generator has {len(data)} bytes, expected {STATE_STRUCT.size}; the state file is damaged, resume from another"
+                f"the saved shuffle generator has {len(data)} bytes, expected {STATE_STRUCT.size}; "
+                "the state file is damaged, resume from another"
             )
         seed, left, drawn, *words = STATE_STRUCT.unpack(data)
         fresh = (left, drawn) == (1, 0)

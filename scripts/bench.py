@@ -162,7 +162,8 @@ def compare_memory(precision):
         print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
         peaks[side] = int(out.split()[-2])
     print(
-        f"{precision}: peak process memory ours {peaks['ours'] // MIB} MiB, pytorch {peaks['pytorch'] // MIB} MiB, ratio {peaks['ours'] / peaks['pytorch']:.3f}"
+        f"{precision}: peak process memory ours {peaks['ours'] // MIB} MiB, "
+        f"pytorch {peaks['pytorch'] // MIB} MiB, ratio {peaks['ours'] / peaks['pytorch']:.3f}"
     )
 
 

@@ -64,7 +64,8 @@ def argument_parser(
         "--encoder",
         choices=("auto", "gpt2", "bytes"),
         default="auto",
-        help="gpt2: GPT-2's tokens; bytes: one token per byte; auto: gpt2 if tiktoken's files can be had, else bytes, and says so [%(default)s]",
+        help="gpt2: GPT-2's tokens; bytes: one token per byte; "
+        "auto: gpt2 if tiktoken's files can be had, else bytes, and says so [%(default)s]",
     )
     if corpus:
         parser.add_argument(
@@ -477,7 +478,8 @@ class Progress:
         if changed:
             differs = ", ".join(f"{key} was {made_from.get(key)} and is {progress.made_from[key]}" for key in changed)
             raise UserError(
-                f"{folder} holds shards of {corpus.name} made otherwise ({differs}); remove them and {progress.path}, or give another --output"
+                f"{folder} holds shards of {corpus.name} made otherwise ({differs}); "
+                f"remove them and {progress.path}, or give another --output"
             )
         whole = [_is_whole(folder, shard) for shard in shards]
         good = whole.index(False) if False in whole else len(whole)

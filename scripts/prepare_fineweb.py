@@ -29,7 +29,8 @@ def remote_files(repository: str, folder: str) -> list[tuple[str, int]]:
             entries = json.load(response)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot list {SITE}/datasets/{repository} ({error}); download the files of its folder {folder} by hand and run again with --input and their folder"
+            f"cannot list {SITE}/datasets/{repository} ({error}); "
+            f"download the files of its folder {folder} by hand and run again with --input and their folder"
         ) from error
     return sorted((entry["path"], entry["size"]) for entry in entries if entry["path"].endswith(".parquet"))
 

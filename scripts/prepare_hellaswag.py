@@ -28,7 +28,8 @@ def render(record, place: str, encoder: Encoder) -> Example:
         raise UserError(f'{place}: expected "endings", a list of {NUM_COMPLETIONS} texts; mend or remove this line')
     if label not in range(NUM_COMPLETIONS):
         raise UserError(
-            f'{place}: "label" is {label}, expected a number from 0 to {NUM_COMPLETIONS - 1}; the test split has none, use the validation split'
+            f'{place}: "label" is {label}, expected a number from 0 to {NUM_COMPLETIONS - 1}; '
+            "the test split has none, use the validation split"
         )
 
     def tokens(text: str) -> np.ndarray:

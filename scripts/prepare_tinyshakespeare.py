@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     tokens = np.concatenate(list(prepare.encoded(pieces, encoder, workers=1)))
     if len(tokens) <= VAL_TOKENS:
         raise UserError(
-            f"{path} gives {len(tokens)} tokens and validation alone takes {VAL_TOKENS}; give the whole tinyshakespeare text, or use scripts/prepare_text.py"
+            f"{path} gives {len(tokens)} tokens and validation alone takes {VAL_TOKENS}; "
+            "give the whole tinyshakespeare text, or use scripts/prepare_text.py"
         )
     for split, part in (("val", tokens[:VAL_TOKENS]), ("train", tokens[VAL_TOKENS:])):
         shard = args.output / f"tiny_shakespeare_{split}.bin"

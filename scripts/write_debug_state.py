@@ -46,7 +46,8 @@ def first_batch(path, B: int, T: int, config: ModelConfig) -> tuple[np.ndarray, 
         )
     if tokens.max() >= config.vocab_size:
         raise UserError(
-            f"{path} has a token {tokens.max()}; expected tokens below the model's vocabulary of {config.vocab_size}, so choose another shard"
+            f"{path} has a token {tokens.max()}; expected tokens below the model's vocabulary of {config.vocab_size}, "
+            "so choose another shard"
         )
     return tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
 

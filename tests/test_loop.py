@@ -109,7 +109,8 @@ def test_every_line_a_script_may_grep_appears_in_llmc_s_order(golden_run):
     sample_lines = ("generating:", "---", r"\d+( \d+){22}", "---")
     checkpoint_lines = ("Writing model to {0}/model_000000{1}.bin", "Writing state to {0}/state_000000{1}_00000.bin")
     in_order = [
-        r"\| Parameter +\| Value +\|", r"\| micro batch size B +\| 4 +\|", r"\| num_parameters +\| 162368 +\|", r"\| train_num_batches +\| 40 +\|",
+        r"\| Parameter +\| Value +\|", r"\| micro batch size B +\| 4 +\|", r"\| num_parameters +\| 162368 +\|",
+        r"\| train_num_batches +\| 40 +\|",
         "num_parameters: 162368 => bytes: 649472", f"allocated {mib['parameters']} MiB for model parameters",
         r"batch_size B=4 \* seq_len T=32 \* num_processes=1 and total_batch_size=256", "=> setting grad_accum_steps=2",
         f"allocating {mib['gradients']} MiB for parameter gradients", f"allocating {mib['activations']} MiB for activations",

@@ -62,7 +62,8 @@ def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_we
     state, tensors = read_state(path, len(model.flat["m"]), num_processes=num_processes, rank=rank)
     if state.step != step:
         raise UserError(
-            f"{path} says that it was written at step {state.step}; expected {step}, so the file is not the one of this checkpoint: resume from another"
+            f"{path} says that it was written at step {state.step}; "
+            f"expected {step}, so the file is not the one of this checkpoint: resume from another"
         )
     if master_weights and not state.use_master_weights:
         raise UserError(f"{path} holds no fp32 master weights, but -w 1 asks for them; resume with -w 0, as the run that wrote it")

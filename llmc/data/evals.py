@@ -76,7 +76,8 @@ def read_eval_file(path) -> list[Example]:
             raise UserError(f"{path} is cut short in example {index} of {num_examples}; copy or {REMAKE}")
         if head[0] != START_EXAMPLE or head[2] != index:
             raise UserError(
-                f"{path} is damaged at example {index}: found delimiter {head[0]} and index {head[2]}, expected {START_EXAMPLE} and {index}; {REMAKE}"
+                f"{path} is damaged at example {index}: found delimiter {head[0]} and index {head[2]}, "
+                f"expected {START_EXAMPLE} and {index}; {REMAKE}"
             )
         examples.append(_parse_example(stream[at + 3 : at + num_words], f"{path}: example {index}"))
         at += num_words

@@ -49,7 +49,8 @@ def find_shards(pattern: str, flag: str) -> list[str]:
         raise UserError(f"{flag} {pattern}: that is a folder; name the shards in it, as in '{os.path.join(pattern, '*.bin')}'")
     if not paths:
         raise UserError(
-            f"{flag} {pattern}: no such file; check the path or pattern, or make the default data with: python scripts/prepare_tinyshakespeare.py"
+            f"{flag} {pattern}: no such file; check the path or pattern, "
+            "or make the default data with: python scripts/prepare_tinyshakespeare.py"
         )
     return paths
 
@@ -129,7 +130,8 @@ class TokenLoader:
         if state.should_shuffle != shuffle:
             was, now = ("shuffled", "in order") if state.should_shuffle else ("in order", "shuffled")
             raise UserError(
-                f"the checkpoint was reading its training data {was} and this run reads it {now}; resume with the -a of the run it comes from"
+                f"the checkpoint was reading its training data {was} and this run reads it {now}; "
+                "resume with the -a of the run it comes from"
             )
         if shuffle:
             self._match("shards", len(state.shard_indices), len(self.paths))

@@ -38,7 +38,8 @@ def plan_table(options: PlanOptions) -> str:
         kept = plan.kept_bytes
         shared = arenas["activations"] - kept
         bytes_columns = (
-            arenas["parameters"], arenas["gradients"], optimizer, kept, shared, plan.library_bytes, plan.total_bytes, plan.bytes_per_sequence,
+            arenas["parameters"], arenas["gradients"], optimizer, kept, shared,
+            plan.library_bytes, plan.total_bytes, plan.bytes_per_sequence,
         )  # fmt: skip
         mark = "*" if level == options.recompute else ""
         rows.append((f"{level}{mark}", *(f"{n / MIB:.1f}" for n in bytes_columns), ", ".join(names) or "-"))
@@ -46,7 +47,8 @@ def plan_table(options: PlanOptions) -> str:
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row[:-1], widths)) + "  " + row[-1] for row in (heads, *rows)]
     o, c = options, options.config
     return "\n".join([
-        f"memory plan in MiB: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, B={o.B} T={o.T}, {o.precision}, on {o.device}"
+        f"memory plan in MiB: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, "
+        f"B={o.B} T={o.T}, {o.precision}, on {o.device}"
         + (", fp32 master weights" if o.keeps_master else ""),
         "", *lines, "",
         "kept     activations kept from forward to backward, all layers",
