@@ -1,4 +1,6 @@
-"""The exceptions that are meant for the person at the shell."""
+"""The exceptions that are meant for the person at the shell, and how a script ends with one."""
+
+import sys
 
 
 class UserError(Exception):
@@ -16,3 +18,15 @@ def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
 
 class NotEnoughMemory(Exception):
     """What was asked for does not fit. One sentence as in UserError; exit code 3, so that a restart loop can stop on it."""
+
+
+def run_script(main, on_interrupt: str = "interrupted") -> None:
+    """Call main() as a program: a UserError is one line on stderr and exit code 2, Ctrl-C `on_interrupt` and 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(on_interrupt, file=sys.stderr)
+        sys.exit(130)

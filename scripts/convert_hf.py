@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.files import write_atomically
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
-from llmc.errors import UserError, full_disk_or_denied
+from llmc.errors import UserError, run_script, full_disk_or_denied
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 
@@ -291,8 +291,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

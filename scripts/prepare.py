@@ -12,7 +12,6 @@ import http.client
 import json
 import os
 import signal
-import sys
 import tempfile
 import urllib.request
 from collections import deque
@@ -34,6 +33,7 @@ from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
 from llmc.errors import UserError, full_disk_or_denied
 
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
+GOES_ON = "interrupted; the same command goes on after the last shard that was written"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 PIECE_CHARS = 1 << 14  # such a text is cut into documents of at most this: 4 sequences of 1024 tokens
 SILENCE_S = 30.0  # how long a download may stand still
@@ -93,21 +93,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= MAX_SHARD_TOKENS:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_SHARD_TOKENS}")
     return int(text)
-
-
-def run(main: Callable[[], None]) -> None:
-    """Call main() as a program: a UserError is one line on stderr and exit code 2."""
-    try:
-        main()
-    except UserError as error:
-        sys.exit(_say(f"error: {error}", 2))
-    except KeyboardInterrupt:
-        sys.exit(_say("interrupted; the same command goes on after the last shard that was written", 130))
-
-
-def _say(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
-    return code
 
 
 def start(args: argparse.Namespace) -> Encoder:

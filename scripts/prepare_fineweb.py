@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from llmc.errors import UserError
+from llmc.errors import UserError, run_script
 from scripts import prepare
 
 SITE = "https://huggingface.co"
@@ -73,4 +73,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    prepare.run(main)
+    run_script(main, prepare.GOES_ON)

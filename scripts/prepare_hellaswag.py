@@ -14,7 +14,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.evals import NUM_COMPLETIONS, Example, write_eval_file
 from llmc.data.tokenizer import Encoder
-from llmc.errors import UserError
+from llmc.errors import UserError, run_script
 from scripts import prepare
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -49,4 +49,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    prepare.run(main)
+    run_script(main, prepare.GOES_ON)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import MAX_SHARD_TOKENS
-from llmc.errors import UserError
+from llmc.errors import UserError, run_script
 from scripts import prepare
 
 # tests are full of odd strings, encodings of tables of code points
@@ -42,4 +42,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    prepare.run(main)
+    run_script(main, prepare.GOES_ON)

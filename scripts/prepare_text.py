@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import run_script
 from scripts import prepare
 
 
@@ -39,4 +40,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    prepare.run(main)
+    run_script(main, prepare.GOES_ON)

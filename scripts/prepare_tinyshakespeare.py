@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import write_shard
-from llmc.errors import UserError
+from llmc.errors import UserError, run_script
 from scripts import prepare
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -44,4 +44,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    prepare.run(main)
+    run_script(main, prepare.GOES_ON)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import MAX_SHARD_TOKENS
-from llmc.errors import UserError, full_disk_or_denied
+from llmc.errors import UserError, run_script, full_disk_or_denied
 from scripts import prepare
 
 URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
@@ -78,4 +78,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    prepare.run(main)
+    run_script(main, prepare.GOES_ON)

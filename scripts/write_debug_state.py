@@ -17,7 +17,7 @@ from llmc.checkpoint.debug_state import write_debug_state
 from llmc.checkpoint.model_file import map_parameters, read_model_header
 from llmc.config import ModelConfig
 from llmc.data.shards import open_shard
-from llmc.errors import UserError
+from llmc.errors import UserError, run_script
 from llmc.gpt2 import GPT2
 from llmc.layers.matmul import matmul_forward
 from llmc.memory.plan import Plan, PlanOptions
@@ -83,8 +83,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

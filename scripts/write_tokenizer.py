@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.tokenizer import Tokenizer
-from llmc.errors import UserError
+from llmc.errors import run_script
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,8 +23,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)
