@@ -378,7 +378,7 @@ def train(s: Settings):
         if not stop.requested and run.val_loader and (last or step % s.val_loss_every == 0):
             validate(run, step, stop)
         if not stop.requested and run.eval_loader and (last or (step > 0 and s.val_loss_every > 0 and step % s.val_loss_every == 0)):
-            evaluate(run, step)
+            evaluate(run, step, stop)
         if not stop.requested and s.sample_every > 0 and (last or (step > 0 and step % s.sample_every == 0)):
             sample(run)
         if checkpoint_due(run, step, last, stop.requested):
@@ -459,9 +459,22 @@ def validate(run, step, stop):
     run.log.val(step, loss)
 
 
-def evaluate(run, step):
+class Stopped(Exception):
+    """A signal came in the middle of an evaluation."""
+
+
+def evaluate(run, step, stop):
     """HellaSwag accuracy."""
-    correct = run.eval_loader.evaluate(lambda inputs, targets: run.model.token_losses(inputs, targets).cpu().numpy())
+
+    def token_losses(inputs, targets):
+        if stop.requested:  # the whole of it can take an hour on a CPU
+            raise Stopped
+        return run.model.token_losses(inputs, targets).cpu().numpy()
+
+    try:
+        correct = run.eval_loader.evaluate(token_losses)
+    except Stopped:
+        return
     accuracy = correct / run.eval_loader.num_examples
     print(f"HellaSwag: {correct}/{run.eval_loader.num_examples} = {accuracy:f}", flush=True)
     run.log.eval(step, accuracy)

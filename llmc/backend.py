@@ -81,7 +81,8 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
     import torch
 
     torch.set_grad_enabled(False)
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    if threads:  # else torch's choice: one per physical core that this process may use
+        torch.set_num_threads(threads)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

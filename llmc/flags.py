@@ -142,7 +142,7 @@ GROUPS = {
         Flag((), "tokenizer", str, "", "FILE",
              "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
         Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
-        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0 takes all cores", at_least=0, at_most=1024),
+        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core", at_least=0, at_most=1024),
         Flag((), "help", bool, False, "", "print this and exit"),
         Flag((), "version", bool, False, "", "print the version and exit"),
     ),

@@ -22,6 +22,7 @@ from case_a import CONFIG, header, token_stream, write_case_a
 from conftest import REPO
 
 import train_gpt2
+from llmc.gpt2 import GPT2
 from llmc.memory.plan import MIB, Plan, PlanOptions
 from llmc.memory.tables import num_parameters
 from llmc.outlier import OutlierDetector
@@ -473,3 +474,18 @@ def test_tokens_per_second_and_mfu_follow_from_the_time(case):
 def test_log_steps_of_a_longer_run_have_no_gap(golden_run):
     steps = [int(s) for s in re.findall(r"s:(\d+) trl", (golden_run[1] / "main.log").read_text())]
     assert all(b == a + 1 for a, b in pairwise(steps)) and (steps[0], steps[-1]) == (0, 39)
+
+
+def test_a_signal_ends_a_hellaswag_evaluation_early(case, monkeypatch):
+    """The whole of it can take an hour; what it found so far is no score and is not printed."""
+    calls, whole = [], GPT2.token_losses
+
+    def interrupted_once(self, inputs, targets):
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, inputs, targets)
+
+    monkeypatch.setattr(GPT2, "token_losses", interrupted_once)
+    out = ran(*inputs(case), "-x 0 -b 4 -t 32 -h 1", QUIET, "--hellaswag-data", case / "eval.bin")
+    assert len(calls) == 1 and "HellaSwag:" not in out and "SIGINT: finishing" in out
