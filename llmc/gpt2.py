@@ -21,7 +21,7 @@ from llmc.layers.layernorm import layernorm_backward, layernorm_normalize, layer
 from llmc.layers.matmul import matmul_backward, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_parameters
-from llmc.memory.plan import TUNING, Plan
+from llmc.memory.plan import TUNING, Plan, classifier_rows
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.rand import XorShift
 
@@ -166,7 +166,7 @@ class GPT2:
             yield logits, lnf[part], losses[part], a["targets"].view(-1)[part]
 
     def _classify(self, logits, losses, targets, dloss):
-        rows = max(1, self.tuning.classifier_elements // self.config.padded_vocab_size)
+        rows = classifier_rows(self.plan.options)
         fused_classifier_inplace(logits, losses, targets, self.acts, V=self.config.vocab_size, dloss=dloss, rows_at_once=rows)
 
     def token_losses(self, inputs, targets):

@@ -3,6 +3,8 @@
 numpy only: `--plan` reads a model's sizes before torch is imported.
 """
 
+from itertools import chain
+
 import numpy as np
 
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically
@@ -30,13 +32,7 @@ def write_model(path, config: ModelConfig, precision: str, pieces) -> None:
         config.num_layers, config.num_heads, config.channels, config.padded_vocab_size,
     )  # fmt: skip
     pieces = whole(pieces, parameter_bytes(config, precision))
-    write_atomically(path, prepended(header, pieces), doing="writing the model")
-
-
-def prepended(header: np.ndarray, pieces):
-    """The header, then the pieces."""
-    yield header
-    yield from pieces
+    write_atomically(path, chain([header], pieces), doing="writing the model")
 
 
 def whole(pieces, expected: int):

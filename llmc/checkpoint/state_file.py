@@ -6,11 +6,12 @@ Every rank writes its own: state_STEP_RANK.bin, byte for byte llm.c's, and extra
 import json
 import os
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
-from llmc.checkpoint.model_file import prepended, whole
+from llmc.checkpoint.model_file import whole
 from llmc.data.shards import LoaderState
 from llmc.errors import UserError
 from llmc.rand import STATE_STRUCT
@@ -53,13 +54,7 @@ def write_state(path, state: TrainingState, tensors, num_parameters: int) -> Non
     put_uint64(header, SHARD_IDX, loader.current_shard_idx)
     put_uint64(header, SAMPLE_IDX, loader.current_sample_idx)
     tensors = whole(tensors, 4 * num_parameters * len(tensor_names(state.use_master_weights)))
-    write_atomically(path, followed(prepended(header, tensors), loader_pieces(loader)), doing="writing the state")
-
-
-def followed(pieces, rest):
-    """The pieces, then the rest."""
-    yield from pieces
-    yield from rest
+    write_atomically(path, chain([header], tensors, loader_pieces(loader)), doing="writing the state")
 
 
 def loader_pieces(loader: LoaderState) -> list:

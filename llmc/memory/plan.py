@@ -166,16 +166,21 @@ def head_chunk_rows(options: PlanOptions) -> int:
     return min(options.head_chunk or TUNING[options.device].head_rows, options.B * options.T)
 
 
+def classifier_rows(options: PlanOptions) -> int:
+    """Rows of logits the classifier works on at once."""
+    return max(1, min(head_chunk_rows(options), TUNING[options.device].classifier_elements // options.config.padded_vocab_size))
+
+
 def _activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
     tuning = TUNING[o.device]
     sizes = sizes_of(o.config, o.B, o.T)
-    C, Vp = sizes["C"], sizes["Vp"]
+    C = sizes["C"]
     rows = o.B * o.T
     sizes["R"] = head_chunk_rows(o)
     lse_multiple = tuning.fp32_lse_multiple if o.precision == "fp32" else 1
     sizes["Tp"] = -(-o.T // lse_multiple) * lse_multiple
-    sizes["Rc"] = max(1, min(sizes["R"], tuning.classifier_elements // Vp))
+    sizes["Rc"] = classifier_rows(o)
     sizes["Rn"] = max(1, min(rows, tuning.norm_elements // C))
     sizes["G"] = max(1, min(o.sample_length, o.config.max_seq_len))
     # a piece of the update is at least one whole tensor of a layer that is smaller than a block
