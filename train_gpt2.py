@@ -158,7 +158,7 @@ def check_attention(config: ModelConfig, precision: str, backend):
 
 def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
     return PlanOptions(
-        config, s.batch_size, s.sequence_length, precision=precision, recompute=s.recompute, master_weights=bool(s.master_weights),
+        config, s.batch_size, s.sequence_length, precision=precision, recompute=s.recompute, master="fp32" if s.master_weights else "none",
         device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from llmc.layers.adamw import TensorState, adamw_update, round_piece, rounding_pieces
+from llmc.layers.adamw import TensorState, adamw_update, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
@@ -21,7 +21,8 @@ from llmc.layers.layernorm import layernorm_backward, layernorm_normalize, layer
 from llmc.layers.matmul import matmul_backward, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_parameters
-from llmc.memory.plan import TUNING, Plan, classifier_rows
+from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
+from llmc.memory.plan import HEAD_GROUP, TUNING, Plan, classifier_rows, head_sums
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.rand import XorShift
 
@@ -35,7 +36,8 @@ class GPT2:
     """A model, its gradients, optimizer state and activations, allocated once from a plan.
 
     Public views: params, grads (name -> tensor, file order), and the flat arenas flat["parameters"], flat["gradients"],
-    flat["m"], flat["v"], flat["master"] (bf16 with master weights only), each (num_parameters,).
+    flat["m"], flat["v"], and of a bf16 model flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one,
+    each (num_parameters,).
     """
 
     def __init__(self, plan: Plan, device="cpu", rank=0):
@@ -45,24 +47,29 @@ class GPT2:
         self.tuning = TUNING[o.device]
         self.rng = XorShift(ROUNDING_STATE + rank)  # seeds every stochastic rounding
         self.rng_state_last_update = self.rng.state
-        element = {"parameters": o.precision, "gradients": o.precision}
+        types = {
+            "parameters": o.precision, "gradients": o.gradients, "m": o.optimizer_state, "v": o.optimizer_state,
+            "master": "fp32", "master_bits": "int16",
+        }  # fmt: skip
         self.flat = {
-            purpose: allocate(n_bytes, self.device).view(TORCH_DTYPE[element.get(purpose, "fp32")])
+            purpose: allocate(n_bytes, self.device).view(TORCH_DTYPE[types[purpose]])
             for purpose, n_bytes in plan.arenas.items() if purpose != "activations"
         }  # fmt: skip
         self.params = cut_parameters(self.flat["parameters"], o.config)
         self.grads = cut_parameters(self.flat["gradients"], o.config)
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
+        self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
         self.layers = [self._layer(l) for l in range(o.config.num_layers)]
         self.forward_stages = [getattr(self, f"_{s.name}") for s in FORWARD_STAGES]
         self.backward_stages = [getattr(self, f"_{s.name}") for s in plan.schedule]
 
     def _layer(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
-        acts, layer = self.acts, SimpleNamespace()
-        for a in BLOCK_ACTIVATIONS:
-            setattr(layer, a.name, acts[a.name][l] if self.plan.tensors[a.name].purpose == "kept" else acts[a.name])
-        layer.residual = acts["encoded"] if l == 0 else acts["residual3"][l - 1]
+        acts, layer = self.acts, SimpleNamespace(number=l)
+        for name in (a.name for a in BLOCK_ACTIVATIONS if a.name != "residual3"):
+            setattr(layer, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
+        layer.residual = acts["encoded"] if l == 0 else self._residual3(l - 1)
+        layer.residual3 = self._residual3(l)
         for p in PARAMETERS:
             if p.per_layer:
                 setattr(layer, p.name, self.params[p.name][l])
@@ -100,6 +107,8 @@ class GPT2:
         """Start (or restart) the fp32 master copy from the weights."""
         if "master" in self.flat:
             self.flat["master"].copy_(self.flat["parameters"])
+        if "master_bits" in self.flat:
+            self.flat["master_bits"].zero_()  # a bf16 weight is an fp32 number whose lower half is zero
 
     # ------------------------------------------------------------------------
     # forward
@@ -110,13 +119,22 @@ class GPT2:
         a["inputs"].copy_(torch.as_tensor(inputs))
         encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
         for layer in self.layers:
-            for stage in self.forward_stages:
-                stage(layer)
+            self.residuals.before_forward(layer.number)
+            self._run(self.forward_stages, layer)
+            self.residuals.after_forward(layer.number)
         layernorm_statistics(a["lnf_mean"], a["lnf_rstd"], self._last_residual(), a)
         layernorm_normalize(a["lnf"], self._last_residual(), a["lnf_mean"], a["lnf_rstd"], self.params["lnfw"], self.params["lnfb"], a)
 
+    @staticmethod
+    def _run(stages, layer):
+        for stage in stages:
+            stage(layer)
+
+    def _residual3(self, l):
+        return self.acts["residual3"][self.plan.residual_slot(l)]
+
     def _last_residual(self):
-        return self.acts["residual3"][-1]
+        return self._residual3(self.config.num_layers - 1)
 
     def _ln1_statistics(self, l):
         layernorm_statistics(l.ln1_mean, l.ln1_rstd, l.residual, self.acts)
@@ -154,27 +172,28 @@ class GPT2:
     # head: logits exist for one chunk of rows at a time
 
     def _head_chunks(self, targets):
-        """(rows, logits, lnf, losses, targets) of each chunk, the logits computed."""
-        a = self.acts
-        lnf, losses = a["lnf"].view(-1, self.C), a["losses"].view(-1)
-        a["targets"].copy_(torch.as_tensor(targets))
-        size = len(a["logits"])
-        for at in range(0, len(lnf), size):
-            part = slice(at, min(at + size, len(lnf)))
-            logits = a["logits"][: part.stop - at]
-            matmul_forward(logits, lnf[part], self.params["wte"])
-            yield logits, lnf[part], losses[part], a["targets"].view(-1)[part]
+        """Take the targets (B, T) in; the rows of each chunk, as slices of B*T."""
+        self.acts["targets"].copy_(torch.as_tensor(targets))
+        rows, size = self.B * self.T, len(self.acts["logits"])
+        return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
-    def _classify(self, logits, losses, targets, dloss):
-        rows = classifier_rows(self.plan.options)
-        fused_classifier_inplace(logits, losses, targets, self.acts, V=self.config.vocab_size, dloss=dloss, rows_at_once=rows)
+    def _classify(self, part, dloss):
+        """Add to the losses of a chunk of rows; its logits, which are their own gradient if dloss is given, and its lnf."""
+        a = self.acts
+        logits, lnf = a["logits"][: part.stop - part.start], a["lnf"].view(-1, self.C)[part]
+        matmul_forward(logits, lnf, self.params["wte"])
+        fused_classifier_inplace(
+            logits, a["losses"].view(-1)[part], a["targets"].view(-1)[part], a,
+            V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options),
+        )  # fmt: skip
+        return logits, lnf
 
     def token_losses(self, inputs, targets):
         """Loss of every token: (B, T) fp32, a view that the next step overwrites."""
         self.forward(inputs)
         self.acts["losses"].zero_()
-        for logits, _, losses, chunk_targets in self._head_chunks(targets):
-            self._classify(logits, losses, chunk_targets, None)
+        for part in self._head_chunks(targets):
+            self._classify(part, None)
         return self.acts["losses"]
 
     def validate(self, inputs, targets) -> float:
@@ -193,28 +212,55 @@ class GPT2:
         self.accumulate = accumulate
         if not accumulate:
             a["losses"].zero_()
-        dloss = 1.0 / (self.B * self.T * grad_accum_steps)
-        dwte = self.grads["wte"]
-        for i, (logits, lnf, losses, chunk_targets) in enumerate(self._head_chunks(targets)):
-            self._classify(logits, losses, chunk_targets, dloss)
-            # lnf becomes its own gradient: the chunk's rows are not read again
-            matmul_backward(lnf, dwte, None, logits, lnf, self.params["wte"], accumulate=accumulate or i > 0)
+        self._head_backward(targets, 1.0 / (self.B * self.T * grad_accum_steps))
         a["dresidual"].zero_()
         layernorm_backward(
             a["dresidual"], self.grads["lnfw"], self.grads["lnfb"], a["lnf"], self._last_residual(),
             self.params["lnfw"], a["lnf_mean"], a["lnf_rstd"], a, accumulate=accumulate,
         )  # fmt: skip
-        for layer in reversed(self.layers):
-            for stage in self.backward_stages:
-                stage(layer)
-        encoder_backward(dwte, self.grads["wpe"], a["dresidual"], a["inputs"], a, seed=self.rng.u32(), accumulate=accumulate)
+        segments = self.plan.segments
+        for span, again in zip(reversed(segments.spans), reversed(segments.again)):
+            for l in again:
+                self._run(self.forward_stages, self.layers[l])
+            for l in reversed(span):
+                self.residuals.before_backward(l)
+                self._run(self.backward_stages, self.layers[l])
+        encoder_backward(
+            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], a, seed=self.rng.u32(), accumulate=accumulate
+        )
+
+    def _head_backward(self, targets, dloss):
+        """Losses, lnf's gradient over lnf itself (a chunk's rows are not read again) and wte's gradient, chunk by chunk of rows.
+
+        Over more than a few chunks a bf16 sum would lose bits: then groups of chunks are summed in bf16, the groups in fp32.
+        """
+        a, dwte, chunks = self.acts, self.grads["wte"], self._head_chunks(targets)
+        in_groups = head_sums(self.plan.options)
+        group_sum = a["dwte_group"] if in_groups else dwte
+        groups = [chunks[i : i + HEAD_GROUP] for i in range(0, len(chunks), HEAD_GROUP)] if in_groups else [chunks]
+        for g, group in enumerate(groups):
+            for i, part in enumerate(group):
+                logits, lnf = self._classify(part, dloss)
+                matmul_backward(
+                    lnf, group_sum, None, logits, lnf, self.params["wte"],
+                    accumulate=i > 0 or self.accumulate and not in_groups, widened=a.get("head_widened"),
+                )  # fmt: skip
+            if in_groups and g == 0:
+                a["dwte_sum"].copy_(group_sum)
+            elif in_groups:
+                a["dwte_sum"].add_(group_sum)
+        if in_groups:
+            dwte.copy_(a["dwte_sum"].add_(dwte) if self.accumulate else a["dwte_sum"])
 
     def mean_loss(self, grad_accum_steps=1) -> float:
         """Mean training loss over the micro-steps since micro-step 0."""
         return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
 
     def _matmul_backward(self, dinp, dweight, dbias, dout, inp, weight):
-        matmul_backward(dinp, dweight, dbias, dout, inp, weight, accumulate=self.accumulate, bias_sum=self.acts["bias_sum"])
+        a = self.acts
+        matmul_backward(
+            dinp, dweight, dbias, dout, inp, weight, accumulate=self.accumulate, bias_sum=a["bias_sum"], widened=a.get("widened")
+        )
 
     def _fcproj_backward(self, l):
         self._matmul_backward(self.acts["dfch"], l.dfcprojw, l.dfcprojb, self.acts["dresidual"], l.fch_gelu, l.fcprojw)
@@ -255,29 +301,52 @@ class GPT2:
 
     def update(self, learning_rate, weight_decay, step, grad_norm):
         """One AdamW step; `step` counts from 1. The gradient is clipped to norm 1."""
-        self.rng_state_last_update = self.rng.state
+        last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
         adamw_update(
-            self._tensor_states(), self.acts, lr=learning_rate, weight_decay=weight_decay, step=step,
+            self._tensor_states(self.rng, last_seeds), self.acts, lr=learning_rate, weight_decay=weight_decay, step=step,
             grad_divisor=max(1.0, grad_norm / GRADIENT_CLIP),
         )  # fmt: skip
 
     def round_weights_from_master(self):
         """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
-        state = self.rng.state
-        self.rng.state = self.rng_state_last_update
-        for t in self._tensor_states():
-            for piece in rounding_pieces(t.layers, t.param.numel(), self.acts["noise"].numel()):
-                round_piece(t.param[piece.flat], t.master[piece.flat], piece, t.seed, self.acts)
-        self.rng.state = state
+        for tensor, piece in self._weight_pieces():
+            write_master(tensor, piece, read_master(tensor, piece, self.acts), self.acts)
 
-    def _tensor_states(self):
-        """The 16 tensors as the update sees them. Draws a rounding seed for each, in file order, as llm.c does."""
+    def master_pieces(self):
+        """The fp32 weights that the next update starts from, flat, in file order, a piece at a time; each is overwritten by the next."""
+        for tensor, piece in self._weight_pieces():
+            yield read_master(tensor, piece, self.acts)
+
+    def load_master(self, master):
+        """Take fp32 weights (num_parameters,), numpy, into the master, in whatever form it is kept, and make the bf16 weights from them.
+
+        rng_state_last_update must be the one that the weights were last rounded with.
+        """
+        at = 0
+        for tensor, piece in self._weight_pieces():
+            n = tensor.param[piece.flat].numel()
+            values = torch.from_numpy(np.array(master[at : at + n])).to(self.device)
+            if tensor.master is not None:
+                tensor.master[piece.flat].copy_(values)
+            write_master(tensor, piece, values, self.acts)
+            at += n
+
+    def _weight_pieces(self):
+        """(tensor, piece) of all weights as the last update left them."""
+        seeds, same_seeds = (XorShift(self.rng_state_last_update) for _ in range(2))
+        for tensor in self._tensor_states(seeds, same_seeds):
+            for piece in pieces_of(tensor, self.acts):
+                yield tensor, piece
+
+    def _tensor_states(self, seeds: XorShift, last_seeds: XorShift):
+        """The 16 tensors as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its last one."""
         states, start = [], 0
         for p in PARAMETERS:
             part = slice(start, start + self.params[p.name].numel())
-            views = [self.flat[k][part] if k in self.flat else None for k in ("parameters", "gradients", "m", "v", "master")]
+            arenas = ("parameters", "gradients", "m", "v", "master", "master_bits")
+            views = [self.flat[k][part] if k in self.flat else None for k in arenas]
             layers = self.config.num_layers if p.per_layer else 1
-            states.append(TensorState(*views, layers=layers, decay=p.decay, seed=self.rng.u32()))
+            states.append(TensorState(*views, layers=layers, decay=p.decay, seed=seeds.u32(), last_seed=last_seeds.u32()))
             start = part.stop
         return states
 

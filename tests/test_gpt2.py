@@ -359,11 +359,11 @@ def test_one_seed_is_drawn_per_micro_step_and_one_per_tensor():
         assert model.rng.state == rng.state
 
 
-@pytest.mark.parametrize("master_weights", [True, False])
-def test_bf16_training_learns(master_weights):
+@pytest.mark.parametrize("master", ["fp32", "bits16", "none"])
+def test_bf16_training_learns(master):
     """One batch by heart, with the master weights and with nothing but stochastic rounding."""
-    model = build(SMALL, "bf16", master_weights=master_weights)
-    assert ("master" in model.flat) == master_weights
+    model = build(SMALL, "bf16", master=master)
+    assert [("master" in model.flat), ("master_bits" in model.flat)] == [master == "fp32", master == "bits16"]
     inputs, targets = batch(0)
     losses = []
     for step in range(40):

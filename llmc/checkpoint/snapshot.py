@@ -31,7 +31,7 @@ def save_snapshot(folder, step, model, loader, extra, *, rank, num_processes, ma
         step=step, num_processes=num_processes, rank=rank, use_master_weights=master_weights,
         rng_state=model.rng.state, rng_state_last_update=model.rng_state_last_update, loader=loader.state(),
     )  # fmt: skip
-    tensors = (piece for name in tensor_names(master_weights) for piece in pieces(flat.get(name, flat["parameters"])))
+    tensors = (piece for name in tensor_names(master_weights) for piece in state_pieces(model, name))
     write_extra(extra_path(folder, step, rank), extra)
     write_state(path, state, tensors, len(flat["m"]))
     mark_done(folder, step)
@@ -56,7 +56,8 @@ def load_weights(path, model):
 def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_weights) -> dict:
     """Become the run that wrote the checkpoint of `step`: weights, m, v, master, generators, loader. Returns the extra dict.
 
-    Raises UserError for damaged files, and for master weights that are wanted but were not saved.
+    Files hold fp32; what this run keeps in fewer bits is rounded to them, to nearest, and exact where they came from as few.
+    Without a saved master one starts from the weights. Raises UserError for damaged files.
     """
     path = state_path(folder, step, rank)
     state, tensors = read_state(path, len(model.flat["m"]), num_processes=num_processes, rank=rank)
@@ -65,27 +66,41 @@ def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_we
             f"{path} says that it was written at step {state.step}; "
             f"expected {step}, so the file is not the one of this checkpoint: resume from another"
         )
-    if master_weights and not state.use_master_weights:
-        raise UserError(f"{path} holds no fp32 master weights, but -w 1 asks for them; resume with -w 0, as the run that wrote it")
+    if master_weights and not state.use_master_weights and model.plan.options.precision != "fp32":
+        print(f"{path} holds no fp32 master weights: they start from the bf16 weights")
     if state.use_master_weights and not master_weights:
-        print(f"{path} holds fp32 master weights, which -w 0 leaves unused")
-    load_weights(model_path(folder, step), model)
-    for name in ("m", "v", *(["master"] if "master" in model.flat else [])):
-        fill(model.flat[name], tensors[name].view(np.uint8))
+        print(f"{path} holds fp32 master weights, which a run without them leaves unused")
     model.rng.state, model.rng_state_last_update = state.rng_state, state.rng_state_last_update
+    load_weights(model_path(folder, step), model)
+    for name in ("m", "v"):
+        fill(model.flat[name], tensors[name])
+    if state.use_master_weights and master_weights and model.plan.options.precision != "fp32":
+        model.load_master(tensors["master"])
     loader.restore(state.loader)
     return read_extra(extra_path(folder, step, rank))
 
 
-def pieces(flat: torch.Tensor):
-    """The bytes of a flat tensor as uint8 numpy arrays, a piece at a time, from whatever device."""
-    for part in flat.view(torch.uint8).split(PIECE_BYTES):
-        yield part.cpu().numpy()
+def state_pieces(model, name):
+    """The fp32 bytes of m, v or the master, whatever form this run keeps them in."""
+    if name != "master":
+        yield from pieces(model.flat[name], torch.float32)
+    elif model.plan.options.precision == "fp32":
+        yield from pieces(model.flat["parameters"])
+    else:
+        for part in model.master_pieces():
+            yield part.cpu().numpy().view(np.uint8)
+
+
+def pieces(flat: torch.Tensor, dtype=None):
+    """The bytes of a flat tensor as uint8 numpy arrays, a piece at a time, from whatever device; as another type where one is given."""
+    for part in flat.split(PIECE_BYTES // flat.element_size()):
+        yield part.to(dtype or part.dtype).view(torch.uint8).cpu().numpy()
 
 
 def fill(flat: torch.Tensor, data: np.ndarray):
-    """Copy uint8 `data` into a flat tensor of as many bytes, a piece at a time."""
-    target = flat.view(torch.uint8)
-    assert len(target) == len(data), f"{len(data)} bytes for a tensor of {len(target)}"
-    for at in range(0, len(data), PIECE_BYTES):
-        target[at : at + PIECE_BYTES].copy_(torch.from_numpy(np.array(data[at : at + PIECE_BYTES])))
+    """Copy `data` into a flat tensor a piece at a time: as many bytes as uint8, or as many numbers as float32."""
+    target = flat.view(torch.uint8) if data.dtype == np.uint8 else flat
+    assert len(target) == len(data), f"{len(data)} elements for {len(target)}"
+    size = PIECE_BYTES // data.itemsize
+    for at in range(0, len(data), size):
+        target[at : at + size].copy_(torch.from_numpy(np.array(data[at : at + size])))

@@ -3,57 +3,93 @@
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
     p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay p)
 
-torch's fused CPU and CUDA kernels do this in one pass. A bf16 model works in pieces that stay in cache: the gradient is
-widened, the fp32 master (or a widened weight) is updated, and the weight becomes its stochastic rounding.
+torch's fused CPU and CUDA kernels do this in one pass, in fp32. Where anything is kept in bf16, the update works in
+pieces that stay in cache: what is bf16 is widened, and what was updated becomes its stochastic rounding. The fp32 master
+of a bf16 weight may be a tensor of its own; or the 16 bits that the weight lacks, which together with the noise that
+rounded it give it back exactly; or missing, and then the widened weight takes its place.
 """
 
 import torch
 
-from llmc.layers.rounding import noise_2d, round_to_bf16
+from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
 from llmc.memory.plan import ROUNDING_BLOCK
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
+
+
+M_SEED, V_SEED = 0x9E3779B9, 0x3C6EF372  # the noise of a weight, of its m and of its v must not be the same
 
 
 def adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_divisor):
     """One update of every tensor in `tensors`.
 
     tensors  list of TensorState; all of one model, in file order, with their seeds
-    scratch  views update_gradient, noise, noise_work and, without a master, update_parameter (bf16 models only)
-    lr, weight_decay floats; step counts from 1; grad_divisor >= 1 clips the gradient. In fp32 the gradients are
-    divided in place and so destroyed.
+    scratch  fp32 views update_gradient, update_parameter, update_m, update_v and int32 noise, noise_work, as the plan has them
+    lr, weight_decay floats; step counts from 1; grad_divisor >= 1 clips the gradient. Gradients in fp32 are divided in
+    place and so destroyed.
     """
     device = tensors[0].param.device
     divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=device) if grad_divisor != 1.0 else None
     step = torch.tensor(float(step), device=device)
-
-    def fused(param, grad, m, v, decay):
-        torch._fused_adamw_(
-            [param], [grad], [m], [v], [], [step], lr=lr, beta1=BETA1, beta2=BETA2, eps=EPSILON,
-            weight_decay=weight_decay if decay else 0.0, amsgrad=False, maximize=False, grad_scale=divisor,
-        )  # fmt: skip
-
     for t in tensors:
-        if t.param.dtype == torch.float32:
-            fused(t.param, t.grad, t.m, t.v, t.decay)
-            continue
-        for piece in rounding_pieces(t.layers, t.param.numel(), scratch["noise"].numel()):
-            part = piece.flat
-            param = t.param[part]
-            grad = scratch["update_gradient"][: len(param)].copy_(t.grad[part])
-            master = scratch["update_parameter"][: len(param)].copy_(param) if t.master is None else t.master[part]
-            fused(master, grad, t.m[part], t.v[part], t.decay)
-            round_piece(param, master, piece, t.seed, scratch)
+        for piece in pieces_of(t, scratch):
+            param = read_master(t, piece, scratch)
+            grad, m, v = (_widened(x[piece.flat], scratch, k) for x, k in ((t.grad, "gradient"), (t.m, "m"), (t.v, "v")))
+            torch._fused_adamw_(
+                [param], [grad], [m], [v], [], [step], lr=lr, beta1=BETA1, beta2=BETA2, eps=EPSILON,
+                weight_decay=weight_decay if t.decay else 0.0, amsgrad=False, maximize=False, grad_scale=divisor,
+            )  # fmt: skip
+            write_master(t, piece, param, scratch)
+            if t.m.dtype != torch.float32:
+                round_piece(t.m[piece.flat], m, piece, t.seed ^ M_SEED, scratch)
+                round_piece(t.v[piece.flat], v, piece, t.seed ^ V_SEED, scratch)
+
+
+def _widened(tensor, scratch, name):
+    """An fp32 tensor itself, or its copy in fp32."""
+    return tensor if tensor.dtype == torch.float32 else scratch[f"update_{name}"][: len(tensor)].copy_(tensor)
 
 
 class TensorState:
-    """One parameter tensor, all layers, as the update sees it: flat views, and this step's rounding seed."""
+    """One parameter tensor, all layers, as the update sees it: flat views, this step's rounding seed and the last step's.
 
-    __slots__ = ("param", "grad", "m", "v", "master", "layers", "decay", "seed")
+    param, grad  fp32 or bf16     m, v  fp32 or bf16     master  fp32 or None     bits  int16 or None, what a bf16 param lacks
+    """
 
-    def __init__(self, param, grad, m, v, master, *, layers, decay, seed):
-        self.param, self.grad, self.m, self.v, self.master = param, grad, m, v, master
-        self.layers, self.decay, self.seed = layers, decay, seed
+    __slots__ = ("param", "grad", "m", "v", "master", "bits", "layers", "decay", "seed", "last_seed")
+
+    def __init__(self, param, grad, m, v, master, bits=None, *, layers, decay, seed, last_seed=0):
+        self.param, self.grad, self.m, self.v, self.master, self.bits = param, grad, m, v, master, bits
+        self.layers, self.decay, self.seed, self.last_seed = layers, decay, seed, last_seed
+
+
+def read_master(t, piece, scratch):
+    """The fp32 weights of a piece, flat: where they are kept, or made in scratch update_parameter."""
+    param = t.param[piece.flat]
+    if t.bits is None:
+        return t.master[piece.flat] if t.master is not None else _widened(param, scratch, "parameter")
+    values = scratch["update_parameter"][: len(param)]
+    noise, work = _noise(piece, t.last_seed, scratch)
+    shape = noise.shape
+    join_bits(values.view(shape), param.view(shape), t.bits[piece.flat].view(shape), noise, work)
+    return values
+
+
+def write_master(t, piece, values, scratch):
+    """Keep the fp32 `values` of a piece, and make its bf16 weights from them, rounded with this step's seed.
+
+    `values` is what read_master gave, updated: fp32 weights or a master of their own have changed in place.
+    """
+    if t.bits is not None:
+        low_bits(t.bits[piece.flat], values)
+    if t.param.dtype != torch.float32:
+        round_piece(t.param[piece.flat], values, piece, t.seed, scratch)
+
+
+def pieces_of(t, scratch):
+    """Pieces of one tensor: as large as the noise's room, or the whole where nothing is rounded."""
+    n = t.param.numel()
+    return rounding_pieces(t.layers, n, scratch["noise"].numel()) if "noise" in scratch else [RoundingPiece(0, t.layers, 0, n // t.layers, n)]
 
 
 class RoundingPiece:
@@ -83,20 +119,26 @@ def rounding_pieces(layers, n_elements, room):
 
 
 def round_piece(param, master, piece, seed, scratch):
-    """param (bf16) = stochastic rounding of master (fp32), both flat, at the contract's noise positions.
+    """param (bf16) = stochastic rounding of master (fp32), both flat, at the contract's noise positions."""
+    noise, work = _noise(piece, seed, scratch)
+    round_to_bf16(param.view(noise.shape), master.view(noise.shape), noise, work)
+
+
+def _noise(piece, seed, scratch):
+    """Rounding noise of a piece, (layers, length) int32, and as much working room.
 
     Element k of layer l: x = k mod 512, y = (k div 512) * 512 + l.
     """
     blocks = -(-piece.length // ROUNDING_BLOCK)
     shape = (piece.layers, blocks, ROUNDING_BLOCK)
     noise, work = (scratch[k][: piece.layers * blocks * ROUNDING_BLOCK] for k in ("noise", "noise_work"))
-    x = torch.arange(ROUNDING_BLOCK, dtype=torch.int32, device=param.device)
+    device = noise.device
+    x = torch.arange(ROUNDING_BLOCK, dtype=torch.int32, device=device)
     first_block = piece.start // ROUNDING_BLOCK
-    block = torch.arange(first_block, first_block + blocks, dtype=torch.int32, device=param.device) * ROUNDING_BLOCK
-    layer = torch.arange(piece.first_layer, piece.first_layer + piece.layers, dtype=torch.int32, device=param.device)
+    block = torch.arange(first_block, first_block + blocks, dtype=torch.int32, device=device) * ROUNDING_BLOCK
+    layer = torch.arange(piece.first_layer, piece.first_layer + piece.layers, dtype=torch.int32, device=device)
     noise_2d(noise.view(shape), work.view(shape), x, layer[:, None] + block, seed)
-    by_layer = (piece.layers, piece.length)
     # the noise of a layer is padded to whole blocks; its tail has no element
     noise = noise.view(piece.layers, -1)[:, : piece.length]
-    work = work[: param.numel()].view(by_layer)
-    round_to_bf16(param.view(by_layer), master.view(by_layer), noise, work)
+    work = work[: piece.layers * piece.length].view(piece.layers, piece.length)
+    return noise, work

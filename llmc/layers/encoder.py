@@ -24,23 +24,23 @@ def encoder_backward(dwte, dwpe, dout, inputs, scratch, *, seed, accumulate):
     dwte     (Vp, C)   accumulated always: the classifier's gradient is already in it
     dwpe     (maxT, C) accumulated, or written (rows beyond T with zeros) when accumulate is False
     dout     (B, T, C) read
-    scratch  views encoder_sums and, in bf16, encoder_rows, encoder_gathered, noise, noise_work
+    scratch  views encoder_sums and, where something is bf16, encoder_rows, encoder_gathered, noise, noise_work
 
     In fp32 rows are added in order of position, the same bits every time. In bf16 the rows of one token are summed in
     fp32 first and enter the gradient in one stochastic rounding, seeded by `seed` (uint32): adding a frequent token's
     rows one by one in bf16 would lose most of them.
     """
     B, T, C = dout.shape
+    sums = scratch["encoder_sums"]
+    rows = dout if dout.dtype == torch.float32 else scratch["encoder_rows"].copy_(dout)
     if not accumulate:
         dwpe.zero_()
     if dwte.dtype == torch.float32:
         with deterministic(dwte.device):
-            dwte.index_add_(0, inputs.view(-1), dout.view(-1, C))
-        torch.sum(dout, 0, out=scratch["encoder_sums"])
-        dwpe[:T].add_(scratch["encoder_sums"])
+            dwte.index_add_(0, inputs.view(-1), rows.view(-1, C))
+        torch.sum(rows, 0, out=sums)
+        dwpe[:T].add_(sums)
         return
-    rows, sums = scratch["encoder_rows"], scratch["encoder_sums"]
-    rows.copy_(dout)
     torch.sum(rows, 0, out=sums[0])
     positions = torch.arange(T, device=dout.device)
     _add_rows(dwpe, positions, sums[0], scratch, seed=seed, first_noise_row=dwte.shape[0])

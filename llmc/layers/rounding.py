@@ -57,3 +57,20 @@ def round_to_bf16(out, values, noise, work):
     noise.bitwise_or_(-65536).bitwise_not_()  # 0xFFFF - threshold
     torch.add(values.view(torch.int32), noise, out=work)
     out.view(torch.int16).copy_(work.bitwise_right_shift_(16))
+
+
+def low_bits(out, values):
+    """out (int16) = the lower halves of values (fp32): what a bf16 number, however rounded, lacks of them."""
+    out.copy_(values.view(torch.int32))
+
+
+def join_bits(out, rounded, low, noise, work):
+    """out (fp32) = the values that round_to_bf16 turned into `rounded` with the very same noise, and low_bits into `low`.
+
+    rounded bf16, low int16; noise int32 as noise_2d made it, destroyed; work int32; all of one shape
+    Rounding added a carry to the upper half exactly when low + 0xFFFF - threshold overflowed 16 bits: take it off again.
+    """
+    bits = out.view(torch.int32)
+    work.copy_(low).bitwise_and_(0xFFFF)
+    noise.bitwise_or_(-65536).bitwise_not_().add_(work).bitwise_right_shift_(16)  # the carry, 0 or 1
+    bits.copy_(rounded.view(torch.int16)).sub_(noise).bitwise_left_shift_(16).bitwise_or_(work)

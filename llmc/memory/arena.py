@@ -7,7 +7,8 @@ import torch
 from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 
-TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32}
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
+               "int16": torch.int16}  # fmt: skip
 
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:

@@ -3,16 +3,22 @@
 A level is a set of names. Everything else follows: before backward reads a name that was not kept, the stage that
 writes it runs again, and so on down to names that were. The same walk gives the model its schedule and the memory
 plan its lifetimes, so the two cannot disagree.
+
+Where residual3, the input of the block above, is not kept either, the blocks fall into segments: the input of each
+segment is kept, and backward runs a segment's blocks forward again before it goes through them (Chen et al. 2016).
 """
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, FORWARD_STAGES
 
-# -r level -> what is not kept per layer
-NOT_KEPT = {
-    0: (),
-    1: ("fch_gelu",),
-    2: ("fch_gelu", "ln1", "ln2"),
-}
+# -r level -> what is not kept per layer; each adds to the one before
+NOT_KEPT = dict(enumerate(accumulate((
+    (), ("fch_gelu",), ("ln1", "ln2"), ("fch",), ("qkvr",),
+    ("atty", "lse", "residual2", "ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd"), ("residual3",),
+))))  # fmt: skip
 
 WRITER = {name: stage for stage in FORWARD_STAGES for name in stage.writes}
 
@@ -44,14 +50,57 @@ def backward_schedule(level: int):
     return tuple(schedule)
 
 
-def transient_lifetimes(level: int) -> dict[str, list[tuple[str, str]]]:
-    """Name -> [(first stage, last stage), ...] for every block tensor that is not kept, gradients included.
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """L blocks in segments of k; the last may be shorter. Each residual3 has a slot, and several may share one.
 
-    A name that is not kept lives twice: from its writing in forward to its last reader there, and again in backward.
+    The input of a segment is kept from forward to backward. Inside, outputs take k slots that all segments share; after
+    forward they still hold the last segment's, so that one is not run again. With k = 1 every layer has its own slot.
+    """
+
+    L: int
+    k: int
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """The layers of each segment, in forward order."""
+        return tuple(range(at, min(at + self.k, self.L)) for at in range(0, self.L, self.k))
+
+    def slot(self, l: int) -> int:
+        """Where residual3 of layer l lies: the input of the next segment, or one of the shared ones behind those."""
+        is_input = (l + 1) % self.k == 0 and l + 1 < self.L
+        return l // self.k if is_input else len(self.spans) - 1 + l % self.k
+
+    @property
+    def slots(self) -> int:
+        return 1 + max(self.slot(l) for l in range(self.L))
+
+    @property
+    def again(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that run forward again before backward goes through each segment, in forward order of segments.
+
+        The last block of a segment need not: its output is kept. Nothing of the last segment need.
+        """
+        return (*(tuple(span[:-1]) for span in self.spans[:-1]), ())
+
+
+@cache
+def segments(level: int, L: int) -> Segments:
+    """The segments of a level: those of fewest slots, and among these of fewest blocks run again; one block each where residual3 is kept."""
+    if "residual3" not in NOT_KEPT[level]:
+        return Segments(L, 1)
+    return min((Segments(L, k) for k in range(1, L + 1)), key=lambda s: (s.slots, sum(map(len, s.again))))
+
+
+def transient_lifetimes(level: int) -> dict[str, list[tuple[str, str]]]:
+    """Name -> [(first stage, last stage), ...] for every block tensor that is not kept, gradients included; residual3 excepted.
+
+    A name that is not kept lives twice: from its writing in forward to its last reader there, and again in backward. Blocks
+    that run forward again before backward do so with nothing else of theirs alive, as in forward.
     """
     lifetimes: dict[str, list[tuple[str, str]]] = {}
-    kept = {"residual", "dresidual", *kept_names(level)}
-    for prefix, stages in (("", FORWARD_STAGES), ("backward: ", backward_schedule(level))):
+    kept = {"residual", "residual3", "dresidual", *kept_names(level)}
+    for prefix, stages in (("", FORWARD_STAGES), *again_stages(level), ("backward: ", backward_schedule(level))):
         spans: dict[str, tuple[str, str]] = {}
         for stage in stages:
             for name in (*stage.reads, *stage.writes):
@@ -61,3 +110,8 @@ def transient_lifetimes(level: int) -> dict[str, list[tuple[str, str]]]:
         for name, span in spans.items():
             lifetimes.setdefault(name, []).append(span)
     return lifetimes
+
+
+def again_stages(level: int) -> tuple[tuple[str, tuple], ...]:
+    """((prefix, stages),) of a block that runs forward again before its segment's backward; () where none does."""
+    return (("again: ", FORWARD_STAGES),) if "residual3" in NOT_KEPT[level] else ()

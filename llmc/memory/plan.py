@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 
 from llmc.config import ModelConfig
-from llmc.memory.ladder import backward_schedule, kept_names, transient_lifetimes
+from llmc.memory.ladder import again_stages, backward_schedule, kept_names, segments, transient_lifetimes
 from llmc.memory.tables import (
     BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, num_parameters, resolve, sizes_of,
 )  # fmt: skip
@@ -22,25 +22,28 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 CPU_FP32_ATTENTION_BELOW = 256
 CUDA_PROCESSORS = 132  # of an H100 or H200, for what flash attention allocates; other cards have about as many
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
+HEAD_GROUP = 4  # chunks whose bf16 weight gradients are added up in bf16; groups are added up in fp32
+OFFLOAD_SLOTS = 3  # residuals on the device with --offload-residual: one in use, one on its way in, one on its way out
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Sizes of working pieces on one kind of device: small enough for its caches, large enough to keep it busy."""
 
-    head_rows: int  # rows of logits that exist at once; below it the wte gradient's re-reads show
+    head_bytes: int  # logits that exist at once; with fewer rows the re-reads of wte and of its gradient show
     classifier_elements: int  # fp32 working copy of a few logits rows
     norm_elements: int  # fp32 working copies in layernorm
     update_elements: int  # elements of the arena the update handles at a time
     fp32_lse_multiple: int  # CUDA's fp32 attention pads its row statistics
+    widened_rows: int  # rows of bf16 operands that are widened for an fp32 gradient at a time; 0: the matmul itself can
 
 
 TUNING = {
     # measured on two AVX512 cores with 1 MiB of L2 each, update of 124M parameters: 0.24 s in pieces of 131072 elements
     # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond
-    "cpu": Tuning(512, 1 << 18, 1 << 17, 1 << 19, 1),
+    "cpu": Tuning(100 << 20, 1 << 18, 1 << 17, 1 << 19, 1, 1024),
     # leads, not measured yet
-    "cuda": Tuning(8192, 1 << 24, 1 << 22, 1 << 24, 32),
+    "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 32, 0),
 }
 
 
@@ -51,25 +54,43 @@ class PlanOptions:
     config: ModelConfig
     B: int
     T: int
-    precision: str = "bf16"  # fp32 | bf16
+    precision: str = "bf16"  # fp32 | bf16, of weights and activations
     recompute: int = 1
-    master_weights: bool = True
+    master: str = "fp32"  # of a bf16 model: fp32 | bits16, the 16 bits its weights lack | none
+    optimizer_state: str = "fp32"  # fp32 | bf16, of m and v
+    grad_dtype: str = ""  # fp32 | bf16; empty: as the weights
+    offload_residual: bool = False
     device: str = "cpu"  # cpu | cuda
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
 
     @property
+    def gradients(self) -> str:
+        """Type of the gradients."""
+        return self.grad_dtype or self.precision
+
+    @property
     def keeps_master(self) -> bool:
         """In fp32 the parameters are their own master copy."""
-        return self.master_weights and self.precision != "fp32"
+        return self.master == "fp32" and self.precision != "fp32"
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether the master exists as a bf16 weight and the 16 bits it lacks."""
+        return self.master == "bits16" and self.precision != "fp32"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the update rounds anything to bf16, and so needs noise."""
+        return "bf16" in (self.precision, self.optimizer_state)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of the activation arena. A kept tensor's shape has a leading L."""
+    """A tensor of the activation arena. A kept tensor's shape has a leading L, or slots."""
 
     name: str
-    purpose: str  # kept | shared | head | gradient | scratch | sample
+    purpose: str  # kept | shared | gradient | head | scratch | sample
     shape: tuple[int, ...]
     dtype: str
     spans: tuple[tuple[str, str], ...]  # (first stage, last stage) it must survive
@@ -86,26 +107,33 @@ class Plan:
     arenas       purpose -> bytes, in the order they are allocated
     tensors      name -> PlannedTensor, the activation arena's contents
     schedule     the stages of a block's backward pass
+    segments     which blocks run forward again before backward, and where each residual3 lies
+    host_bytes   pinned host memory of --offload-residual, beside the total
     """
 
     def __init__(self, options: PlanOptions):
         self.options = options
         self.schedule = backward_schedule(options.recompute)
-        self.stages = _stage_line(self.schedule)
+        self.segments = segments(options.recompute, options.config.num_layers)
+        self.stages = _stage_line(options.recompute)
         self.tensors = {t.name: t for t in _place(_activation_tensors(options), self.stages)}
 
     @cached_property
     def arenas(self) -> dict[str, int]:
         o, n = self.options, num_parameters(self.options.config)
-        element = DTYPE_BYTES[o.precision]
+        state = DTYPE_BYTES[o.optimizer_state]
         arenas = {
-            "parameters": n * element,
-            "gradients": n * element,
+            "parameters": n * DTYPE_BYTES[o.precision],
+            "gradients": n * DTYPE_BYTES[o.gradients],
             "activations": _extent(self.tensors.values()),
-            "m": n * 4,
-            "v": n * 4,
+            "m": n * state,
+            "v": n * state,
         }
-        return arenas | ({"master": n * 4} if o.keeps_master else {})
+        if o.keeps_master:
+            arenas["master"] = n * 4
+        if o.keeps_bits:
+            arenas["master_bits"] = n * 2
+        return arenas
 
     @property
     def total_bytes(self) -> int:
@@ -116,6 +144,38 @@ class Plan:
     def kept_bytes(self) -> int:
         """Activations kept from forward to backward, all layers."""
         return sum(t.nbytes for t in self.tensors.values() if t.purpose == "kept")
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """The total, part by part: parameters, gradients, optimizer, kept, shared, head, scratch, library.
+
+        The parts of the activation arena take turns in the same bytes. Each byte counts for the first of kept, shared, head
+        and scratch that ever uses it, gaps for scratch, so the parts add up to what is allocated.
+        """
+        a = self.arenas
+        optimizer = sum(n_bytes for name, n_bytes in a.items() if name not in ("parameters", "gradients", "activations"))
+        columns = {"parameters": a["parameters"], "gradients": a["gradients"], "optimizer": optimizer}
+        ranges, covered = [], 0
+        for part, purposes in ARENA_PARTS.items():
+            ranges += [(t.offset, t.offset + t.nbytes) for t in self.tensors.values() if t.purpose in purposes]
+            so_far = a["activations"] if part == "scratch" else _covered(ranges)
+            columns[part], covered = so_far - covered, so_far
+        return columns | {"library": self.library_bytes}
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory: the residuals of all layers that do not stay on the device."""
+        o = self.options
+        return self.offloaded_layers * o.B * o.T * o.config.channels * DTYPE_BYTES[o.precision]
+
+    @property
+    def offloaded_layers(self) -> int:
+        """How many residuals go to the host: all but the last, which are still on the device when backward starts."""
+        return max(0, self.options.config.num_layers - OFFLOAD_SLOTS) if self.options.offload_residual else 0
+
+    def residual_slot(self, l: int) -> int:
+        """Which slot of the tensor residual3 holds the output of layer l."""
+        return l % OFFLOAD_SLOTS if self.options.offload_residual else self.segments.slot(l)
 
     @property
     def library_bytes(self) -> int:
@@ -153,17 +213,38 @@ class Plan:
         return low
 
 
-def _stage_line(schedule) -> tuple[str, ...]:
+# columns of the plan's table -> purposes of tensors
+ARENA_PARTS = {"kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "scratch": ("scratch", "sample")}
+
+
+def _covered(ranges) -> int:
+    """Bytes that at least one of the (start, end) ranges covers."""
+    total, reach = 0, 0
+    for start, end in sorted(ranges):
+        total += max(0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
+
+def _stage_line(level) -> tuple[str, ...]:
     """All stages of a run, in the order of time; one block stands for every layer, as they share their transients."""
+    again = (prefix + s.name for prefix, stages in again_stages(level) for s in stages)
     return (
-        "encoder", *(s.name for s in FORWARD_STAGES), "lnf", "head", "lnf_backward",
-        *("backward: " + s.name for s in schedule), "encoder_backward", "update", "sample",
+        "encoder", *(s.name for s in FORWARD_STAGES), "lnf", "head", "lnf_backward", *again,
+        *("backward: " + s.name for s in backward_schedule(level)), "encoder_backward", "update", "sample",
     )  # fmt: skip
 
 
 def head_chunk_rows(options: PlanOptions) -> int:
     """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch, so that memory grows with it."""
-    return min(options.head_chunk or TUNING[options.device].head_rows, options.B * options.T)
+    rows = TUNING[options.device].head_bytes // (options.config.padded_vocab_size * DTYPE_BYTES[options.precision])
+    automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # a matmul likes whole tiles
+    return min(options.head_chunk or automatic, options.B * options.T)
+
+
+def head_sums(options: PlanOptions) -> bool:
+    """Whether the head's weight gradient is added up in fp32 first: bf16 would lose bits over more than a few chunks."""
+    return options.gradients == "bf16" and options.B * options.T > HEAD_GROUP * head_chunk_rows(options)
 
 
 def classifier_rows(options: PlanOptions) -> int:
@@ -171,74 +252,125 @@ def classifier_rows(options: PlanOptions) -> int:
     return max(1, min(head_chunk_rows(options), TUNING[options.device].classifier_elements // options.config.padded_vocab_size))
 
 
+def widens(options: PlanOptions) -> bool:
+    """Whether bf16 operands are widened for a gradient in fp32, as the device's matmul has no such form."""
+    return options.gradients != options.precision and TUNING[options.device].widened_rows > 0
+
+
+def update_room(options: PlanOptions) -> int:
+    """Elements that the update handles at a time: at least one whole tensor of a layer that is smaller than a block."""
+    C, Vp = options.config.channels, options.config.padded_vocab_size
+    biggest = max(Vp * C, 4 * C * C)
+    room = min(TUNING[options.device].update_elements, -(-biggest // ROUNDING_BLOCK) * ROUNDING_BLOCK)
+    return max(room, -(-4 * C // ROUNDING_BLOCK) * ROUNDING_BLOCK)
+
+
+def _sizes(o: PlanOptions) -> dict[str, int]:
+    """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm,
+    Rw widened, U elements of the update, G positions of a sample."""
+    tuning = TUNING[o.device]
+    rows = o.B * o.T
+    lse_multiple = tuning.fp32_lse_multiple if o.precision == "fp32" else 1
+    return sizes_of(o.config, o.B, o.T) | {
+        "Tp": -(-o.T // lse_multiple) * lse_multiple,
+        "R": head_chunk_rows(o),
+        "Rc": classifier_rows(o),
+        "Rn": max(1, min(rows, tuning.norm_elements // o.config.channels)),
+        "Rw": max(1, min(rows, tuning.widened_rows)),
+        "U": update_room(o),
+        "G": max(1, min(o.sample_length, o.config.max_seq_len)),
+    }
+
+
+STEP = ("encoder", "encoder_backward")
+
+
 def _activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
-    tuning = TUNING[o.device]
-    sizes = sizes_of(o.config, o.B, o.T)
-    C = sizes["C"]
-    rows = o.B * o.T
-    sizes["R"] = head_chunk_rows(o)
-    lse_multiple = tuning.fp32_lse_multiple if o.precision == "fp32" else 1
-    sizes["Tp"] = -(-o.T // lse_multiple) * lse_multiple
-    sizes["Rc"] = classifier_rows(o)
-    sizes["Rn"] = max(1, min(rows, tuning.norm_elements // C))
-    sizes["G"] = max(1, min(o.sample_length, o.config.max_seq_len))
-    # a piece of the update is at least one whole tensor of a layer that is smaller than a block
-    biggest = max(prod(shape) for shape in (resolve("Vp C", sizes), resolve("4C C", sizes)))
-    sizes["U"] = min(tuning.update_elements, -(-biggest // ROUNDING_BLOCK) * ROUNDING_BLOCK)
-    sizes["U"] = max(sizes["U"], -(-4 * C // ROUNDING_BLOCK) * ROUNDING_BLOCK)
+    sizes, types = _sizes(o), {"act": o.precision, "grad": o.gradients}
+    for name, purpose, shape, dtype, *spans in (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_update_rows(o), *_sample_rows()):
+        yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
 
-    def tensor(name, purpose, shape, dtype, *spans):
-        return PlannedTensor(name, purpose, resolve(shape, sizes), o.precision if dtype == "act" else dtype, spans)
 
-    step = ("encoder", "encoder_backward")
-    yield tensor("inputs", "scratch", "B T", "int64", step)
-    yield tensor("targets", "scratch", "B T", "int64", ("encoder", "head"))
-    yield tensor("losses", "scratch", "B T", "fp32", ("encoder", "sample"))  # survives micro-steps
-    yield tensor("encoded", "kept", "B T C", "act", step)
-
+def _block_rows(o: PlanOptions):
+    """(name, purpose, shape, dtype, *spans): what the blocks read and write, and what goes into the first."""
+    yield "inputs", "scratch", "B T", "int64", STEP
+    yield "encoded", "kept", "B T C", "act", STEP
     kept = kept_names(o.recompute)
     lifetimes = transient_lifetimes(o.recompute)
     for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
-        if a.name in kept:
-            yield tensor(a.name, "kept", "L " + a.shape, a.dtype, step)
+        if a.name == "residual3":
+            L = o.config.num_layers
+            slots = min(L, OFFLOAD_SLOTS) if o.offload_residual else segments(o.recompute, L).slots
+            yield a.name, "kept", f"{slots} {a.shape}", a.dtype, STEP
+        elif a.name in kept:
+            yield a.name, "kept", "L " + a.shape, a.dtype, STEP
         else:
-            yield tensor(a.name, "gradient" if a in BLOCK_GRADIENTS else "shared", a.shape, a.dtype, *lifetimes[a.name])
+            yield a.name, "gradient" if a in BLOCK_GRADIENTS else "shared", a.shape, a.dtype, *lifetimes[a.name]
+    yield "dresidual", "gradient", "B T C", "act", ("lnf_backward", "encoder_backward")
 
-    yield tensor("lnf", "head", "B T C", "act", ("lnf", "lnf_backward"))  # becomes its own gradient, chunk by chunk
-    yield tensor("lnf_mean", "head", "B T", "fp32", ("lnf", "lnf_backward"))
-    yield tensor("lnf_rstd", "head", "B T", "fp32", ("lnf", "lnf_backward"))
-    yield tensor("logits", "head", "R Vp", "act", ("head", "head"))
+
+def _head_rows(o: PlanOptions):
+    """The last layernorm and the classifier. lnf becomes its own gradient, chunk by chunk."""
+    head = ("head", "head")
+    yield "targets", "scratch", "B T", "int64", ("encoder", "head")
+    yield "losses", "scratch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
+    yield "lnf", "head", "B T C", "act", ("lnf", "lnf_backward")
+    yield "lnf_mean", "head", "B T", "fp32", ("lnf", "lnf_backward")
+    yield "lnf_rstd", "head", "B T", "fp32", ("lnf", "lnf_backward")
+    yield "logits", "head", "R Vp", "act", head
     if o.precision != "fp32":
-        yield tensor("classifier_rows", "head", "Rc Vp", "fp32", ("head", "head"))
-    yield tensor("classifier_stats", "head", "3 R", "fp32", ("head", "head"))
-    yield tensor("dresidual", "gradient", "B T C", "act", ("lnf_backward", "encoder_backward"))
+        yield "classifier_rows", "head", "Rc Vp", "fp32", head
+    yield "classifier_stats", "head", "3 R", "fp32", head
+    if head_sums(o):
+        yield "dwte_sum", "head", "Vp C", "fp32", head
+        yield "dwte_group", "head", "Vp C", "bf16", head
+    if widens(o):
+        yield "head_widened", "head", str(head_chunk_rows(o) * (o.config.padded_vocab_size + o.config.channels)), "fp32", head
 
-    yield tensor("norm_rows", "scratch", "3 Rn C", "fp32", ("encoder", "encoder_backward"))
-    yield tensor("norm_sums", "scratch", "3 C", "fp32", ("encoder", "encoder_backward"))
-    yield tensor("norm_stats", "scratch", "2 Rn", "fp32", ("encoder", "encoder_backward"))
-    yield tensor("bias_sum", "scratch", "4C", "act", ("lnf_backward", "encoder_backward"))
-    if o.precision == "fp32":
-        yield tensor("encoder_sums", "scratch", "T C", "fp32", ("encoder_backward", "encoder_backward"))
-    else:
-        yield tensor("encoder_rows", "scratch", "B T C", "fp32", ("encoder_backward", "encoder_backward"))
-        yield tensor("encoder_sums", "scratch", "B T C", "fp32", ("encoder_backward", "encoder_backward"))
-        yield tensor("encoder_gathered", "scratch", "B T C", "act", ("encoder_backward", "encoder_backward"))
-        yield tensor("noise", "scratch", "U", "int32", ("encoder_backward", "update"))
-        yield tensor("noise_work", "scratch", "U", "int32", ("encoder_backward", "update"))
-        yield tensor("update_gradient", "scratch", "U", "fp32", ("update", "update"))
-        if not o.keeps_master:
-            yield tensor("update_parameter", "scratch", "U", "fp32", ("update", "update"))
-    yield tensor("norm_partials", "scratch", str(norm_partials(o)), "fp32", ("update", "update"))
+
+def _working_rows(o: PlanOptions):
+    """Working room of the layers."""
+    yield "norm_rows", "scratch", "3 Rn C", "fp32", STEP
+    yield "norm_sums", "scratch", "3 C", "fp32", STEP
+    yield "norm_stats", "scratch", "2 Rn", "fp32", STEP
+    yield "bias_sum", "scratch", "4C", "grad", ("lnf_backward", "encoder_backward")
+    if widens(o):
+        yield "widened", "scratch", "Rw 5C", "fp32", ("lnf_backward", "encoder_backward")
+    encoder = ("encoder_backward", "encoder_backward")
     if o.precision != "fp32":
-        yield tensor("norm_work", "scratch", str(min(tuning.update_elements, num_parameters(o.config))), "fp32", ("update", "update"))
+        yield "encoder_rows", "scratch", "B T C", "fp32", encoder
+    yield "encoder_sums", "scratch", "T C" if o.gradients == "fp32" else "B T C", "fp32", encoder
+    if o.gradients != "fp32":
+        yield "encoder_gathered", "scratch", "B T C", "act", encoder
 
+
+def _update_rows(o: PlanOptions):
+    """The global norm, and pieces of what is kept in bf16, widened."""
+    update = ("update", "update")
+    norm_work = min(TUNING[o.device].update_elements, num_parameters(o.config))
+    if o.rounds:
+        yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
+        yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
+    yield "norm_partials", "scratch", str(norm_partials(o)), "fp32", update
+    if o.gradients != "fp32":
+        yield "norm_work", "scratch", str(norm_work), "fp32", update
+        yield "update_gradient", "scratch", "U", "fp32", update
+    if o.precision != "fp32" and not o.keeps_master:
+        yield "update_parameter", "scratch", "U", "fp32", update
+    if o.optimizer_state != "fp32":
+        yield "update_m", "scratch", "U", "fp32", update
+        yield "update_v", "scratch", "U", "fp32", update
+
+
+def _sample_rows():
+    """One row through the model, and the keys and values of the positions before it."""
     sample = ("sample", "sample")
-    yield tensor("kv_cache", "sample", "L 2 G C", "act", sample)
+    yield "kv_cache", "sample", "L 2 G C", "act", sample
     for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3C"), ("atty", "C"), ("fch", "4C"), ("logits", "Vp")):
-        yield tensor(f"sample_{name}", "sample", "1 " + shape, "act", sample)
-    yield tensor("sample_stats", "sample", "2 1", "fp32", sample)
-    yield tensor("sample_rows", "sample", "3 1 C", "fp32", sample)
+        yield f"sample_{name}", "sample", "1 " + shape, "act", sample
+    yield "sample_stats", "sample", "2 1", "fp32", sample
+    yield "sample_rows", "sample", "3 1 C", "fp32", sample
 
 
 def norm_partials(o: PlanOptions) -> int:

@@ -12,7 +12,7 @@ from math import prod
 
 from llmc.config import ModelConfig
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int64": 8, "int32": 4}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int64": 8, "int32": 4, "int16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,46 +104,57 @@ BLOCK_ACTIVATIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One operation of a block: what it reads and what it writes, by name."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-
-
-# "residual" is the block's input: encoded, or the residual3 of the block below; it is always kept.
-# a layernorm is two stages, so that normalising again from kept statistics is simply the second one
-FORWARD_STAGES = (
-    Stage("ln1_statistics", ("residual",), ("ln1_mean", "ln1_rstd")),
-    Stage("ln1", ("residual", "ln1_mean", "ln1_rstd"), ("ln1",)),
-    Stage("qkv", ("ln1",), ("qkvr",)),
-    Stage("attention", ("qkvr",), ("atty", "lse")),
-    Stage("attproj", ("atty", "residual"), ("residual2",)),
-    Stage("ln2_statistics", ("residual2",), ("ln2_mean", "ln2_rstd")),
-    Stage("ln2", ("residual2", "ln2_mean", "ln2_rstd"), ("ln2",)),
-    Stage("fc", ("ln2",), ("fch",)),
-    Stage("gelu", ("fch",), ("fch_gelu",)),
-    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",)),
-)
-
 # gradients of activations are transient: they live from the stage that writes them to the last one that reads them
-BACKWARD_STAGES = (
-    Stage("fcproj_backward", ("dresidual", "fch_gelu"), ("dfch",)),
-    Stage("gelu_backward", ("dfch", "fch"), ("dfch",)),
-    Stage("fc_backward", ("dfch", "ln2"), ("dln2",)),
-    Stage("ln2_backward", ("dln2", "residual2", "ln2_mean", "ln2_rstd"), ("dresidual",)),
-    Stage("attproj_backward", ("dresidual", "atty"), ("datty",)),
-    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",)),
-    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",)),
-    Stage("ln1_backward", ("dln1", "residual", "ln1_mean", "ln1_rstd"), ("dresidual",)),
-)
-
 BLOCK_GRADIENTS = (
     Activation("dfch", "B T 4C"),
     Activation("dln2", "B T C"),
     Activation("datty", "B T C"),
     Activation("dqkvr", "B T 3C"),
     Activation("dln1", "B T C"),
+)
+
+# the residual stream as a block sees it: its input, and the gradient that all blocks hand down in one tensor
+STREAM = (Activation("residual", "B T C"), Activation("dresidual", "B T C"))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One operation of a block: what it reads and what it writes, by name, and what it computes.
+
+    weights  parameters it reads        grads  parameters whose gradient it adds to
+    flops    floating-point operations of its matmuls, a product of letters; causal attention counts the half it computes
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    weights: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    flops: str = "0"
+
+
+# "residual" is the block's input: encoded, or the residual3 of the block below.
+# a layernorm is two stages, so that normalising again from kept statistics is simply the second one
+FORWARD_STAGES = (
+    Stage("ln1_statistics", ("residual",), ("ln1_mean", "ln1_rstd")),
+    Stage("ln1", ("residual", "ln1_mean", "ln1_rstd"), ("ln1",), ("ln1w", "ln1b")),
+    Stage("qkv", ("ln1",), ("qkvr",), ("qkvw", "qkvb"), flops="6 B T C C"),
+    Stage("attention", ("qkvr",), ("atty", "lse"), flops="2 B T T C"),
+    Stage("attproj", ("atty", "residual"), ("residual2",), ("attprojw", "attprojb"), flops="2 B T C C"),
+    Stage("ln2_statistics", ("residual2",), ("ln2_mean", "ln2_rstd")),
+    Stage("ln2", ("residual2", "ln2_mean", "ln2_rstd"), ("ln2",), ("ln2w", "ln2b")),
+    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C C"),
+    Stage("gelu", ("fch",), ("fch_gelu",)),
+    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C C"),
+)
+
+BACKWARD_STAGES = (
+    Stage("fcproj_backward", ("dresidual", "fch_gelu"), ("dfch",), ("fcprojw",), ("fcprojw", "fcprojb"), "16 B T C C"),
+    Stage("gelu_backward", ("dfch", "fch"), ("dfch",)),
+    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw", "fcb"), "16 B T C C"),
+    Stage("ln2_backward", ("dresidual", "dln2", "residual2", "ln2_mean", "ln2_rstd"), ("dresidual",), ("ln2w",), ("ln2w", "ln2b")),
+    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw", "attprojb"), "4 B T C C"),
+    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), flops="5 B T T C"),
+    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw", "qkvb"), "12 B T C C"),
+    Stage("ln1_backward", ("dresidual", "dln1", "residual", "ln1_mean", "ln1_rstd"), ("dresidual",), ("ln1w",), ("ln1w", "ln1b")),
 )

@@ -1,0 +1,70 @@
+"""Where the residuals between blocks are while nobody reads them: on the device, or in pinned host memory.
+
+With --offload-residual the device holds OFFLOAD_SLOTS of them, whatever the depth. Forward copies each out on a stream of
+its own while the next block computes; backward fetches it two blocks ahead of its reader. The last ones never leave.
+"""
+
+import torch
+
+from llmc.memory.plan import OFFLOAD_SLOTS, Plan
+
+
+class ResidentResiduals:
+    """Every residual stays where it was written: nothing to do."""
+
+    def before_forward(self, l):
+        """Layer l is about to write its residual3."""
+
+    def after_forward(self, l):
+        """Layer l has written its residual3."""
+
+    def before_backward(self, l):
+        """Layer l is about to read its input, the residual3 of the layer below."""
+
+
+class OffloadedResiduals:
+    """residual3 of layer l lies in slot l % OFFLOAD_SLOTS while a block reads or writes it, and in host memory otherwise.
+
+    slots  (OFFLOAD_SLOTS, B, T, C) on the device, of the activation arena; host memory is allocated here, as planned.
+    Copies run in order on a side stream, so one event per slot orders them with the blocks. On a CPU copies are immediate.
+    """
+
+    def __init__(self, plan: Plan, slots: torch.Tensor):
+        self.slots = slots
+        self.last = plan.options.config.num_layers - 1
+        on_gpu = slots.device.type == "cuda"
+        self.host = torch.empty((plan.offloaded_layers, *slots.shape[1:]), dtype=slots.dtype, pin_memory=on_gpu)
+        assert self.host.nbytes == plan.host_bytes
+        self.stream = torch.cuda.Stream(slots.device) if on_gpu else None
+        self.copied = [torch.cuda.Event() for _ in slots] if on_gpu else None
+
+    def before_forward(self, l):
+        if l >= OFFLOAD_SLOTS:
+            self._wait(l)  # for the copy of the residual that was there before
+
+    def after_forward(self, l):
+        if l < len(self.host):
+            self._copy(self.host[l], self.slots[l % OFFLOAD_SLOTS], l)
+
+    def before_backward(self, l):
+        if l - 1 >= 0 and l - 1 < len(self.host):
+            self._wait(l - 1)
+        # the output of layer l was read for the last time by the layer above, so its slot can take the input of layer l - 2
+        below = l - OFFLOAD_SLOTS
+        if 0 <= below < len(self.host):
+            self._copy(self.slots[l % OFFLOAD_SLOTS], self.host[below], l)
+
+    def _copy(self, target, source, l):
+        """Copy on the side stream, after what the blocks have been asked to do so far."""
+        if self.stream is None:
+            target.copy_(source)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            self.copied[l % OFFLOAD_SLOTS].record()
+
+    def _wait(self, l):
+        """Let the blocks wait for the last copy from or to the slot of layer l."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_event(self.copied[l % OFFLOAD_SLOTS])
