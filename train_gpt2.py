@@ -6,16 +6,19 @@
 The program, top to bottom: what the flags ask for (Setup), everything they need (build), the loop (train). The rooms it uses:
 
 layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
-memory        llmc/memory/: tables, recompute ladder, plan, arenas, report
+memory        llmc/memory/: tables, recompute ladder, plan, cost, choose, arenas, offload, report, record
 host side     llmc/: flags, data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
 
 import errno
 import io
+import json
 import os
 import shutil
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
@@ -23,23 +26,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import choose_precision, likely_device_kind, likely_precision, measure_matmul_tflops, open_backend
+from llmc.backend import (
+    available_host_bytes, choose_precision, likely_device_kind, likely_precision, measure_matmul_tflops, open_backend,
+)  # fmt: skip
+from llmc.cards import Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path, prepare_folder
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World, open_world
-from llmc.errors import NotEnoughMemory, UserError
+from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory
 from llmc.flags import Settings, format_help, parse, refuse_unbuilt
 from llmc.interrupt import StopRequest
-from llmc.logger import Logger, format_step_line, table_row, table_rule
+from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
+from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.plan import MIB, Plan, PlanOptions
-from llmc.memory.report import allocation_lines, plan_table, usage_lines
+from llmc.memory.record import MemoryRecord
+from llmc.memory.report import allocation_lines, not_enough_memory, plan_json, plan_table, tensors_table, usage_lines
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.rand import XorShift
 from llmc.schedulers import learning_rate
 
+LESS_AFTER_FAILURE = 0.9  # of a plan for which memory ran out although it should have fitted
 SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
 LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
 
@@ -56,15 +65,19 @@ def main(argv=None) -> int:
         elif settings.version:
             print(f"llmc {__version__}")
         elif settings.plan:
-            print(plan_table(planned_options(settings)))
+            print(plan_text(settings))
         else:
             train(settings)
         print(end="", flush=True)  # here, where a failure is ours to name
         return 0
-    except (UserError, NotEnoughMemory) as error:
+    except UserError as error:
         print(end="", flush=True)
         print(f"error: {error}", file=sys.stderr)
-        return 3 if isinstance(error, NotEnoughMemory) else 2
+        return 2
+    except NotEnoughMemory as error:
+        print(end="", flush=True)
+        print(f"error: {error}\n\n{not_enough_memory(error.options, error.budget_bytes, error.grad_accum_steps)}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was lost", file=sys.stderr)
         return 130
@@ -72,11 +85,6 @@ def main(argv=None) -> int:
         advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
         print(f"error: {error.name} is not installed for {sys.executable}; {advice}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
-            raise
-        print(f"error: the device ran out of memory outside the plan ({error}); use a smaller -b or a higher -r", file=sys.stderr)
-        return 3
     except OSError as error:
         if error.filename or error.errno not in LOST_OUTPUT:
             raise
@@ -157,20 +165,64 @@ def check_attention(config: ModelConfig, precision: str, backend):
 
 
 def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
+    """What the plan depends on. Where -b or -r is still auto, 1 and 0 stand in. Raises UserError for a form the model cannot have."""
+    master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
+    if precision == "fp32" and "bf16" in (s.grad_dtype, {"bits16": "bf16"}.get(master)):
+        wish = "--master bits16" if master == "bits16" else "--grad-dtype bf16"
+        raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use --precision bf16")
+    if s.offload_residual and kind != "cuda":
+        raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
     return PlanOptions(
-        config, s.batch_size, s.sequence_length, precision=precision, recompute=s.recompute, master="fp32" if s.master_weights else "none",
-        device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
+        config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
+        recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
+        grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
+        head_chunk=s.head_chunk, sample_length=s.sample_length,
     )  # fmt: skip
 
 
-def planned_options(s: Settings) -> PlanOptions:
-    """The options of --plan: no device is touched, so auto means what this machine most likely has."""
+def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, world: World) -> tuple[Settings, list[str]]:
+    """The settings with -b auto and -r auto decided, and a line with the reason for each. Raises NotEnoughMemory where nothing fits."""
+    if "auto" not in (s.batch_size, s.recompute):
+        return s, []
+    if budget is None:
+        raise UserError("auto chooses what fits, and this machine has no GPU to ask; say --memory-budget, such as h100-80 or 24GiB")
+    if s.recompute == "auto":
+        level, reason = choose_recompute(options, budget.bytes)
+        return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.name})"]
+    if model.resume_step is not None and (written := written_batch_size(s, model, world)):
+        return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
+    sequences = None
+    if s.total_batch_size != -1:
+        sequences = check_sizes(replace(s, batch_size=1), model.config, world)
+    B, reason = choose_batch(options, budget.bytes, sequences)
+    return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.name})"]
+
+
+def written_batch_size(s: Settings, model, world: World) -> int | None:
+    """-b of the run that wrote the checkpoint to resume from; None for llm.c's, which do not say."""
+    from llmc.checkpoint.state_file import read_extra
+
+    return read_extra(extra_path(s.output_dir, model.resume_step, world.rank)).get("B")
+
+
+def plan_text(s: Settings) -> str:
+    """What --plan prints. No device is touched, so auto means what this machine most likely has."""
     refuse_unbuilt(s)
-    model = choose_model(s)
-    check_sizes(s, model.config, World())
+    model, world = choose_model(s), World()
     check_precision(s, model)
     kind = likely_device_kind(s.device)
-    return plan_options(s, model.config, model.precision or likely_precision(s.precision, kind), kind)
+    precision = model.precision or likely_precision(s.precision, kind)
+    budget = parse_budget(s.memory_budget) if s.memory_budget else None
+    if budget is None and kind == "cpu":
+        budget = Budget(available_host_bytes(), "free on this machine")
+    s, reasons = settle(s, model, plan_options(s, model.config, precision, kind), budget, world)
+    grad_accum_steps = check_sizes(s, model.config, world)
+    options = plan_options(s, model.config, precision, kind)
+    if s.json:
+        return json.dumps(plan_json(options, grad_accum_steps, budget), indent=1)
+    if s.tensors:
+        return tensors_table(Plan(options))
+    return "\n".join([*reasons, plan_table(options, grad_accum_steps, budget)])
 
 
 def check_precision(s: Settings, model):
@@ -185,36 +237,58 @@ def check_precision(s: Settings, model):
 # everything that training needs
 
 
-def build(s: Settings) -> SimpleNamespace:
-    """Open the device, files and model, printing llm.c's table and allocation lines on the way."""
+def open_run(s: Settings) -> SimpleNamespace:
+    """Open the device, decide what is left to decide, and plan; prints llm.c's table on the way. Nothing large is allocated."""
     refuse_unbuilt(s)
     world = open_world()
-    model_source = choose_model(s)
-    grad_accum_steps = check_sizes(s, model_source.config, world)
-    check_precision(s, model_source)
-    per_micro_step = s.batch_size * s.sequence_length * world.num_processes
-    total_batch_size = per_micro_step * grad_accum_steps
+    source = choose_model(s)
+    check_precision(s, source)
+    config = source.config
+    backend = open_backend(s.device, s.threads, bool(s.tf32))
+    precision = choose_precision(source.precision or s.precision, backend)
+    check_attention(config, precision, backend)
+    budget = run_budget(s, backend)
+    s, reasons = settle(s, source, plan_options(s, config, precision, backend.kind), budget, world)
+    grad_accum_steps = check_sizes(s, config, world)
+    total_batch_size = s.batch_size * s.sequence_length * world.num_processes * grad_accum_steps
 
     print_settings(s, total_batch_size)
-    backend = open_backend(s.device, s.threads, bool(s.tf32))
-    precision = choose_precision(model_source.precision or s.precision, backend)
     peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
     measured = peak_tflops is None
     if measured:
         peak_tflops = measure_matmul_tflops(backend, precision)
-    rows = {
+    print_rows({
         "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
         "precision": "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper(),
-    }  # fmt: skip
-    print_rows(rows)
-    config = model_source.config
-    check_attention(config, precision, backend)
+    })  # fmt: skip
     print_rows({
-        "weight init method": "intermediate checkpoint" if model_source.resume_step is not None else s.model,
+        "weight init method": "intermediate checkpoint" if source.resume_step is not None else s.model,
         "max_sequence_length T": config.max_seq_len, "vocab_size V": config.vocab_size, "padded_vocab_size Vp": config.padded_vocab_size,
         "num_layers L": config.num_layers, "num_heads NH": config.num_heads, "channels C": config.channels,
         "num_parameters": num_parameters(config),
     })  # fmt: skip
+    notes = list(reasons)
+    if measured:
+        notes.append(
+            f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}"
+        )
+    return SimpleNamespace(
+        settings=s, world=world, backend=backend, source=source, plan=Plan(plan_options(s, config, precision, backend.kind)),
+        budget=budget, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size, peak_tflops=peak_tflops, notes=notes,
+    )  # fmt: skip
+
+
+def run_budget(s: Settings, backend) -> Budget:
+    """What the plan must fit in: --memory-budget, or what the device has free; never more than that."""
+    free = Budget(backend.free_bytes(), f"free on {backend.name}")
+    wish = parse_budget(s.memory_budget) if s.memory_budget else free
+    return min(wish, free, key=lambda budget: budget.bytes)
+
+
+def build(run: SimpleNamespace) -> SimpleNamespace:
+    """Add to an opened run its files and the model, printing llm.c's allocation lines on the way."""
+    s, world, backend, plan = run.settings, run.world, run.backend, run.plan
+    config, per_micro_step = plan.options.config, run.total_batch_size // run.grad_accum_steps
 
     # the host side first: a missing file should not cost the time to build a model
     from llmc.data.evals import EvalLoader
@@ -226,10 +300,10 @@ def build(s: Settings) -> SimpleNamespace:
     val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
     tokenizer = find_tokenizer(s, config)
-    max_steps = train_loader.num_tokens // total_batch_size if s.max_steps == -1 else s.max_steps
+    max_steps = train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
     if max_steps == 0 and s.max_steps == -1:
         raise UserError(
-            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {total_batch_size}; "
+            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {run.total_batch_size}; "
             "use a smaller -d or -b, or say -x"
         )
     val_batches = 0
@@ -238,87 +312,96 @@ def build(s: Settings) -> SimpleNamespace:
     print_rows({"train_num_batches": max_steps, "val_num_batches": val_batches})
     print_rows({"run hellaswag": "yes" if eval_loader else "no"})
     print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
+    for line in (*run.notes, *notes(s, run, tokenizer)):
+        print(line)
 
-    if measured:
-        print(f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}")
-    if s.zero_stage == 1:
-        print("with one process ZeRO has nothing to shard: -z 1 is the same as -z 0")
-    if tokenizer is None and s.sample_every > 0:
-        print(
-            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
-            "(python scripts/write_tokenizer.py makes one)"
-        )
-    if s.sequence_length < config.max_seq_len:
-        print(f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained")
-    if s.checkpoint_every > 0 and not s.output_dir:
-        print(f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them")
-    if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
-        print(
-            f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
-        )
-    if s.resume and model_source.resume_step is None:
-        print(f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}")
-
-    plan = Plan(plan_options(s, config, precision, backend.kind))
-    print(f"num_parameters: {num_parameters(config)} => bytes: {plan.arenas['parameters']}")
-    print(f"allocated {plan.arenas['parameters'] // MIB} MiB for model parameters")
+    parameters = plan.arenas["parameters"]
+    print(f"num_parameters: {num_parameters(config)} => bytes: {parameters}")
+    print(f"allocated {parameters // MIB} MiB for model parameters")
     print(
         f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} "
-        f"and total_batch_size={total_batch_size}"
+        f"and total_batch_size={run.total_batch_size}"
     )
-    print(f"=> setting grad_accum_steps={grad_accum_steps}")
+    print(f"=> setting grad_accum_steps={run.grad_accum_steps}")
     if s.log_gpu_every > 0:
         gpu_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
-    if s.output_dir and world.rank == 0:
-        prepare_folder(s.output_dir)
-    model = build_model(plan, backend, world, model_source)
+    folder = s.output_dir if world.rank == 0 else None
+    if folder:
+        prepare_folder(folder)
+    record = MemoryRecord(folder, plan, s, backend)
+    model = build_model(run)
     print(*usage_lines(plan, *backend.memory_bytes(), backend.free_bytes()), sep="\n", flush=True)
+    record.phase("build", 0)
 
-    run = SimpleNamespace(
-        settings=s, world=world, backend=backend, model=model, plan=plan,
-        train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
-        tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, grad_accum_steps=grad_accum_steps,
-        total_batch_size=total_batch_size, peak_tflops=peak_tflops, resume_step=model_source.resume_step,
+    run.__dict__.update(
+        model=model, record=record, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
+        tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, resume_step=run.source.resume_step,
         loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(),
     )  # fmt: skip
     if run.resume_step is not None:
         resume(run)
-    run.log = Logger(s.output_dir if world.rank == 0 else None, run.resume_step)
+        record.phase("resume", run.resume_step)
+    run.log, run.speed_log = (Logger(folder, run.resume_step, name) for name in (LOG_NAME, SPEED_NAME))
+    record.start()
     return run
 
 
-def build_model(plan: Plan, backend, world: World, source):
+def notes(s: Settings, run, tokenizer):
+    """Lines about what a user may not expect of these flags."""
+    config = run.plan.options.config
+    if s.zero_stage == 1:
+        yield "with one process ZeRO has nothing to shard: -z 1 is the same as -z 0"
+    if tokenizer is None and s.sample_every > 0:
+        yield (
+            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
+            "(python scripts/write_tokenizer.py makes one)"
+        )
+    if s.sequence_length < config.max_seq_len:
+        yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
+    if s.checkpoint_every > 0 and not s.output_dir:
+        yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
+    if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
+        yield (
+            f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
+        )
+    if s.resume and run.source.resume_step is None:
+        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
+
+
+def build_model(run):
     """Allocate the plan and fill in the weights. Raises NotEnoughMemory, before allocating where that can be known."""
-
-    def advice():
-        largest = plan.largest_batch(backend.free_bytes())
-        return (
-            f"use -b {largest} or less, a higher -r, or see --plan"
-            if largest
-            else "use a smaller model, a shorter -t or a higher -r, see --plan"
-        )
-
-    if plan.total_bytes > backend.free_bytes():
+    plan, budget = run.plan, run.budget
+    if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(
-            f"the plan needs {plan.total_bytes // MIB} MiB and {backend.name} has {backend.free_bytes() // MIB} MiB free; {advice()}"
-        )
+            f"the plan needs {plan.total_bytes // MIB} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
+            plan.options, budget.bytes, run.grad_accum_steps,
+        )  # fmt: skip
     print(*allocation_lines(plan), sep="\n", flush=True)
-    import torch
-
     from llmc.checkpoint.snapshot import load_weights
     from llmc.gpt2 import GPT2
 
-    try:
-        model = GPT2(plan, backend.device, world.rank)
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the second is a CPU's
-            raise
-        raise NotEnoughMemory(f"{backend.name} could not give the {plan.total_bytes // MIB} MiB of the plan; {advice()}") from error
-    if source.file is None:
+    model = GPT2(plan, run.backend.device, run.world.rank)
+    if run.source.file is None:
         model.init_random()
-    elif source.resume_step is None:
-        load_weights(source.file, model)
+    elif run.source.resume_step is None:
+        load_weights(run.source.file, model)
     return model
+
+
+@contextmanager
+def memory_explained(run):
+    """Turn an allocator's refusal inside into NotEnoughMemory. Ways to fit are then sought below the plan that did not."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        plan = run.plan
+        raise NotEnoughMemory(
+            f"{run.backend.name} ran out of memory within a plan of {plan.total_bytes // MIB} MiB; "
+            "something else takes memory there, so these are ways to need less",
+            plan.options, min(run.budget.bytes, int(plan.total_bytes * LESS_AFTER_FAILURE)), run.grad_accum_steps,
+        ) from error  # fmt: skip
 
 
 def find_tokenizer(s: Settings, config: ModelConfig):
@@ -368,9 +451,15 @@ def print_rows(rows: dict):
 
 
 def train(s: Settings):
+    """Train as the flags say, from opening the device to the last checkpoint."""
+    run = open_run(s)
+    with memory_explained(run):
+        loop(build(run))
+
+
+def loop(run):
     """Train for -x steps: every diagnostic that is due, then the step."""
-    run = build(s)
-    model, loader, stop = run.model, run.train_loader, StopRequest()
+    s, model, loader, stop = run.settings, run.model, run.train_loader, StopRequest()
     start = 0 if run.resume_step is None else run.resume_step
     clock = StepClock(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
@@ -381,8 +470,10 @@ def train(s: Settings):
             evaluate(run, step, stop)
         if not stop.requested and s.sample_every > 0 and (last or (step > 0 and step % s.sample_every == 0)):
             sample(run)
+            run.record.phase("sampling", step)
         if checkpoint_due(run, step, last, stop.requested):
             checkpoint(run, step)
+            run.record.phase("checkpoint", step)
         if last or stop.requested:
             break
 
@@ -412,8 +503,12 @@ def train(s: Settings):
         if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
             print(gpu_line(run.backend), flush=True)
         run.log.train(step, loss, lr, norm)
+        run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
+        run.record.phase("first step", step)
     print(f"total average iteration time: {clock.average_ms:f} ms")
+    run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
+    run.speed_log.close()
 
 
 class StepClock:
@@ -457,6 +552,7 @@ def validate(run, step, stop):
     loss = total / run.val_batches
     print(f"val loss {loss:f}", flush=True)
     run.log.val(step, loss)
+    run.record.phase("evaluation", step)
 
 
 class Stopped(Exception):
@@ -478,6 +574,7 @@ def evaluate(run, step, stop):
     accuracy = correct / run.eval_loader.num_examples
     print(f"HellaSwag: {correct}/{run.eval_loader.num_examples} = {accuracy:f}", flush=True)
     run.log.eval(step, accuracy)
+    run.record.phase("HellaSwag", step)
 
 
 def sample(run):
@@ -531,7 +628,7 @@ def checkpoint(run, step: int):
     }
     save_snapshot(
         s.output_dir, step, run.model, run.train_loader, extra, rank=world.rank, num_processes=world.num_processes,
-        master_weights=bool(s.master_weights),
+        master_weights=run.plan.options.master != "none",
     )  # fmt: skip
     delete_replaced(run, step)
 
@@ -554,7 +651,7 @@ def resume(run):
     s, world = run.settings, run.world
     extra = load_snapshot(
         s.output_dir, run.resume_step, run.model, run.train_loader, rank=world.rank, num_processes=world.num_processes,
-        master_weights=bool(s.master_weights),
+        master_weights=run.plan.options.master != "none",
     )  # fmt: skip
     if extra:  # a checkpoint that llm.c wrote has none
         adopt(run, extra)

@@ -49,6 +49,22 @@ class Backend:
             return total - used
         return available_host_bytes()
 
+    def baseline_bytes(self) -> int:
+        """What is in use now, as peak_bytes counts it: to be asked before the first arena is allocated."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.memory_allocated(self.device)
+        return resident_bytes()
+
+    def peak_bytes(self) -> int:
+        """The most there ever was: of the allocator, or of this process's resident memory."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated(self.device)
+        return peak_resident_bytes()
+
 
 def cpu_has_native_bf16() -> bool:
     """Whether the processor multiplies bf16 itself; from /proc/cpuinfo, so that --plan need not import torch."""
@@ -167,6 +183,12 @@ def resident_bytes() -> int:
     """Resident memory of this process (Linux)."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """The highest resident memory of this process so far (Linux)."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
 
 
 def available_host_bytes() -> int:

@@ -17,7 +17,20 @@ def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
 
 
 class NotEnoughMemory(Exception):
-    """What was asked for does not fit. One sentence as in UserError; exit code 3, so that a restart loop can stop on it."""
+    """What was asked for does not fit, or did not after all. Exit code 3, so that a restart loop can stop on it.
+
+    The sentence is as in UserError. Below it the program prints the plan of `options` (llmc.memory.plan.PlanOptions) and
+    the cheapest ways to fit it in `budget_bytes`, at the same number of sequences per step.
+    """
+
+    def __init__(self, sentence: str, options, budget_bytes: int, grad_accum_steps: int = 1):
+        super().__init__(sentence)
+        self.options, self.budget_bytes, self.grad_accum_steps = options, budget_bytes, grad_accum_steps
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocator said no: torch's of a card or of the host, or Python's."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
 
 
 def run_script(main, on_interrupt: str = "interrupted") -> None:

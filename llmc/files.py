@@ -112,6 +112,14 @@ def read_header(path, magic: int) -> np.ndarray:
     return header
 
 
+def read_part(mapped: np.memmap, at: int, count: int) -> np.ndarray:
+    """Elements at..at+count of a mapped file, fewer at its end, read into memory of their own.
+
+    The pages of a map count as the process's own memory once touched; a resumed run would seem to hold its checkpoint twice.
+    """
+    return np.fromfile(mapped.filename, mapped.dtype, min(count, len(mapped) - at), offset=mapped.offset + at * mapped.itemsize)
+
+
 def check_size(path, expected: int, reason: str) -> None:
     """Raise UserError unless the file has exactly `expected` bytes; `reason` says where that number comes from."""
     found = os.path.getsize(path)

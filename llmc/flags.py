@@ -14,7 +14,8 @@ from llmc.memory.ladder import NOT_KEPT
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option. `long` has no dashes; a bool is a switch, present or absent; `also` are values outside the range that mean something."""
+    """One option. `long` has no dashes; a bool is a switch, present or absent; `also` are values outside the range, or words,
+    that mean something."""
 
     short: tuple[str, ...]
     long: str
@@ -80,7 +81,8 @@ GROUPS = {
         _on_off("-y", "resume", 0, "go on from the newest complete checkpoint in the output directory"),
     ),
     "tokens per step": (
-        Flag(("-b",), "batch-size", int, 4, "B", "sequences per micro-batch and process", at_least=1),
+        Flag(("-b",), "batch-size", int, 4, "B", "sequences per micro-batch and process; auto: the most that fit",
+             at_least=1, also=("auto",)),
         Flag(("-t",), "sequence-length", int, 1024, "T", "tokens per sequence", at_least=1),
         Flag(("-d",), "total-batch-size", int, -1, "TOKENS", "tokens per step, reached by accumulating gradients; -1: B x T x processes",
              at_least=1, also=(-1,)),
@@ -115,13 +117,28 @@ GROUPS = {
     "numerics": (
         _on_off("-f", "tf32", 1, "let fp32 matmuls use TF32 on a GPU that has it"),
         _on_off("-w", "master-weights", 1, "keep fp32 weights beside bf16 ones for the optimizer"),
+        Flag((), "master", str, "auto", "auto|fp32|bits16|none",
+             "form of those: a copy, or exactly the same in the 16 bits that bf16 lacks; auto follows -w",
+             choices=("auto", "fp32", "bits16", "none")),
+        Flag((), "optimizer-state", str, "fp32", "fp32|bf16", "type of AdamW's m and v; bf16 is rounded stochastically",
+             choices=("fp32", "bf16")),
+        Flag((), "grad-dtype", str, "auto", "auto|fp32|bf16",
+             "type of the gradients; auto: that of the weights. fp32 loses nothing over many micro-steps",
+             choices=("auto", "fp32", "bf16")),
         Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls: none, forward, both ways", choices=(0, 1, 2)),
     ),
     "memory": (
         Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",
              choices=(0, 1, 2, 3)),
-        Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms too",
-             at_least=0),
+        Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms, 3 fc, "
+             "4 qkv, 5 whole blocks, 6 segments of blocks; auto: the lowest that fits", at_least=0, also=("auto",)),
+        Flag((), "offload-residual", bool, False, "", "keep the residuals between blocks in host memory (CUDA)"),
+        Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
+        Flag((), "memory-budget", str, "", "SIZE|CARD",
+             "what must suffice: 24GiB, or a card such as h100-80; empty: what the device has free"),
+        Flag((), "plan", bool, False, "", "print the memory plan of every -r and exit, on any machine"),
+        Flag((), "json", bool, False, "", "the plan as JSON"),
+        Flag((), "tensors", bool, False, "", "the plan of -r tensor by tensor"),
     ),
     "several processes": (
         Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all", at_least=1),
@@ -137,11 +154,9 @@ GROUPS = {
              pattern=r"auto|cpu|cuda(:\d+)?"),
         Flag((), "precision", str, "auto", "auto|fp32|bf16", "type of weights and activations; auto follows the model file and the device",
              choices=("auto", "fp32", "bf16")),
-        Flag((), "plan", bool, False, "", "print the memory plan and exit, on any machine"),
         Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
         Flag((), "tokenizer", str, "", "FILE",
              "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
-        Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
         Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core", at_least=0, at_most=1024),
         Flag((), "help", bool, False, "", "print this and exit"),
         Flag((), "version", bool, False, "", "print the version and exit"),
@@ -154,7 +169,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 EXAMPLES = (
     ("a small model from scratch, on any machine", "-e d6 -b 4 -t 128 -d 2048 -x 200 -o log_d6"),
     ("go on where it stopped, or crashed", "-e d6 -b 4 -t 128 -d 2048 -x 400 -o log_d6 -y 1"),
-    ("will the 1.5B model fit? nothing is allocated", "-e d48 -b 16 -r 2 --plan"),
+    ("will the 1.5B model fit? nothing is allocated", "-e d48 -b 16 -r 2 --plan --memory-budget h100-80"),
     ("learn one batch by heart, to see that training works", "-e d12 -b 4 -t 64 -a 1 -x 50 -l 1e-4"),
 )
 
@@ -202,8 +217,16 @@ def refuse_unbuilt(settings: Settings) -> None:
         raise UserError(f"-z {s.zero_stage}: sharding gradients or weights is not built yet; use -z 0 or -z 1")
     if s.gelu_fusion:
         raise UserError(f"-ge {s.gelu_fusion}: GELU fusion is not built yet; use -ge 0, which computes the same function")
-    if s.recompute not in NOT_KEPT:
-        raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}")
+    if s.recompute != "auto" and s.recompute not in NOT_KEPT:
+        raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}, or auto")
+    if s.recompute == s.batch_size == "auto":
+        raise UserError("-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 5 for the largest -b")
+    if s.offload_residual and s.recompute != "auto" and "residual3" in NOT_KEPT[s.recompute]:
+        raise UserError(f"-r {s.recompute} --offload-residual: this level keeps too few residuals to move; use -r 5, which then keeps none")
+    if (s.json or s.tensors) and not s.plan:
+        raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")
+    if s.master in ("fp32", "bits16") and not s.master_weights:
+        raise UserError(f"--master {s.master} -w 0: one asks for master weights and the other for none; leave one of them out")
 
 
 def format_help(width: int = 100) -> str:
@@ -267,6 +290,8 @@ def _value(flag: Flag, text: str | None):
     if text is None or text in BY_NAME:
         found = "the command line ends there" if text is None else f"the flag {text} follows"
         raise UserError(f"{flag.title} needs a value, {flag.expected}, but {found}{hint}")
+    if text in flag.also:
+        return text
     try:
         value = flag.kind(text)
     except ValueError:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from llmc.files import read_part
 from llmc.layers.adamw import TensorState, adamw_update, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
 from llmc.layers.encoder import encoder_backward, encoder_forward
@@ -225,9 +226,7 @@ class GPT2:
             for l in reversed(span):
                 self.residuals.before_backward(l)
                 self._run(self.backward_stages, self.layers[l])
-        encoder_backward(
-            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], a, seed=self.rng.u32(), accumulate=accumulate
-        )
+        encoder_backward(self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], a, seed=self.rng.u32(), accumulate=accumulate)
 
     def _head_backward(self, targets, dloss):
         """Losses, lnf's gradient over lnf itself (a chunk's rows are not read again) and wte's gradient, chunk by chunk of rows.
@@ -318,14 +317,14 @@ class GPT2:
             yield read_master(tensor, piece, self.acts)
 
     def load_master(self, master):
-        """Take fp32 weights (num_parameters,), numpy, into the master, in whatever form it is kept, and make the bf16 weights from them.
+        """Take mapped fp32 weights (num_parameters,) into the master, in whatever form it is kept, and make the bf16 weights from them.
 
         rng_state_last_update must be the one that the weights were last rounded with.
         """
         at = 0
         for tensor, piece in self._weight_pieces():
             n = tensor.param[piece.flat].numel()
-            values = torch.from_numpy(np.array(master[at : at + n])).to(self.device)
+            values = torch.from_numpy(read_part(master, at, n)).to(self.device)
             if tensor.master is not None:
                 tensor.master[piece.flat].copy_(values)
             write_master(tensor, piece, values, self.acts)

@@ -5,23 +5,25 @@ from pathlib import Path
 
 from llmc.errors import full_disk_or_denied
 
-LOG_NAME = "main.log"
+LOG_NAME, SPEED_NAME = "main.log", "speed.log"
 NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
 
 
 class Logger:
     """DIR/main.log, one line per measurement; without a folder, nothing. Each line is with the operating system when its call returns.
 
+    What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
+
     A fresh run (resume_step None) empties the file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped
     first. llm.c leaves them, and a plot then runs backwards: steps s.. appear twice. The weights those lines measured are gone, and
     the resumed run measures the same steps again, so the file reads as if nothing had happened.
     """
 
-    def __init__(self, folder: str | Path | None, resume_step: int | None = None):
+    def __init__(self, folder: str | Path | None, resume_step: int | None = None, name: str = LOG_NAME):
         self._file, self._kept = None, frozenset()
         if not folder:
             return
-        self._path = Path(folder) / LOG_NAME
+        self._path = Path(folder) / name
         try:
             if resume_step is not None and self._path.exists():
                 self._kept = _drop_lines_beyond(resume_step, self._path)
@@ -41,6 +43,10 @@ class Logger:
     def train(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
         """One training step, counted from 0; the norm is the one before clipping."""
         self._write(f"s:{step} trl:{loss:.4f} lr:{lr:.6f} norm:{grad_norm:.2f}\n")
+
+    def speed(self, step: int, dt_ms: float, tokens_per_s: float) -> None:
+        """How long one training step took. Only in speed.log."""
+        self._write(f"s:{step} ms:{dt_ms:.2f} tok/s:{tokens_per_s:.1f}\n")
 
     def close(self) -> None:
         """Write no more."""
@@ -89,7 +95,7 @@ def _drop_lines_beyond(step: int, path: Path) -> frozenset[str]:
     before = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     after = [line for line in before if line.endswith("\n") and not _is_beyond(step, line)]
     if after != before:
-        beside = path.with_name(LOG_NAME + ".tmp")  # the old log stays whole until the new one is
+        beside = path.with_name(path.name + ".tmp")  # the old log stays whole until the new one is
         beside.write_text("".join(after), encoding="utf-8", newline="\n")
         os.replace(beside, path)
     return frozenset(line for line in after if line.startswith(f"s:{step} "))
@@ -100,4 +106,4 @@ def _is_beyond(step: int, line: str) -> bool:
     head, _, measured = line.partition(" ")
     if not head.startswith("s:") or not head[2:].isdecimal():
         return False
-    return int(head[2:]) > step or (int(head[2:]) == step and measured.startswith("trl:"))
+    return int(head[2:]) > step or (int(head[2:]) == step and measured.startswith(("trl:", "ms:")))

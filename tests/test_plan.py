@@ -120,7 +120,14 @@ OUTSIDE = {
     "encoder_backward": {"dresidual", "inputs", "encoder_sums", "encoder_rows", "encoder_gathered", "noise", "noise_work"},
     "mean_loss": {"losses"},
     "update": {
-        "norm_partials", "norm_work", "noise", "noise_work", "update_gradient", "update_parameter", "update_m", "update_v",
+        "norm_partials",
+        "norm_work",
+        "noise",
+        "noise_work",
+        "update_gradient",
+        "update_parameter",
+        "update_m",
+        "update_v",
     },
 }
 
@@ -241,10 +248,14 @@ def test_plan_holds_every_activation_with_its_own_shape_and_type():
             assert (t.purpose == "kept") == bool(leading)
 
 
-@pytest.mark.parametrize("config, B, mib", [
-    (D12, 64, (313, 247, 213, 147, 97, 64, 56)),
-    (D48, 16, (2455, 1868, 1571, 983, 543, 244, 138)),
-], ids=["d12", "d48"])
+@pytest.mark.parametrize(
+    "config, B, mib",
+    [
+        (D12, 64, (313, 247, 213, 147, 97, 64, 56)),
+        (D48, 16, (2455, 1868, 1571, 983, 543, 244, 138)),
+    ],
+    ids=["d12", "d48"],
+)
 @pytest.mark.parametrize("level", LEVELS)
 def test_activations_per_sequence_are_within_3_percent_of_the_design(config, B, mib, level):
     plan = Plan(PlanOptions(config, B, 1024, precision="bf16", recompute=level, device="cuda"))

@@ -7,8 +7,9 @@ from llmc.checkpoint.model_file import map_parameters, write_model
 from llmc.checkpoint.state_file import TrainingState, read_extra, read_state, tensor_names, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.errors import UserError
+from llmc.files import read_part
 
-PIECE_BYTES = 32 << 20  # what is copied from a device, or from a file, at a time
+PIECE_BYTES = 4 << 20  # what is copied from a device, or from a file, at a time
 
 
 def save_snapshot(folder, step, model, loader, extra, *, rank, num_processes, master_weights):
@@ -97,10 +98,10 @@ def pieces(flat: torch.Tensor, dtype=None):
         yield part.to(dtype or part.dtype).view(torch.uint8).cpu().numpy()
 
 
-def fill(flat: torch.Tensor, data: np.ndarray):
-    """Copy `data` into a flat tensor a piece at a time: as many bytes as uint8, or as many numbers as float32."""
+def fill(flat: torch.Tensor, data: np.memmap):
+    """Copy mapped `data` into a flat tensor a piece at a time: as many bytes as uint8, or as many numbers as float32."""
     target = flat.view(torch.uint8) if data.dtype == np.uint8 else flat
     assert len(target) == len(data), f"{len(data)} elements for {len(target)}"
     size = PIECE_BYTES // data.itemsize
     for at in range(0, len(data), size):
-        target[at : at + size].copy_(torch.from_numpy(np.array(data[at : at + size])))
+        target[at : at + size].copy_(torch.from_numpy(read_part(data, at, size)))

@@ -89,7 +89,9 @@ def write_master(t, piece, values, scratch):
 def pieces_of(t, scratch):
     """Pieces of one tensor: as large as the noise's room, or the whole where nothing is rounded."""
     n = t.param.numel()
-    return rounding_pieces(t.layers, n, scratch["noise"].numel()) if "noise" in scratch else [RoundingPiece(0, t.layers, 0, n // t.layers, n)]
+    if "noise" not in scratch:
+        return [RoundingPiece(0, t.layers, 0, n // t.layers, n // t.layers)]
+    return rounding_pieces(t.layers, n, scratch["noise"].numel())
 
 
 class RoundingPiece:

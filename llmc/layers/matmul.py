@@ -24,7 +24,7 @@ def matmul_backward(dinp, dweight, dbias, dout, inp, weight, *, accumulate, bias
     dweight  (OC, C)    accumulated, or written when accumulate is False (then what it held does not matter)
     dbias    (OC,)      likewise, or None for no bias; bias_sum (>= OC,) of its type is scratch
     dout     (..., OC), inp (..., C), weight (OC, C)  read
-    widened  (n,) fp32, scratch, where the weight gradients are fp32 and the rest is bf16, on a CPU; n >= OC + C
+    widened  fp32 scratch of any shape, where the weight gradients are fp32 and the rest is bf16, on a CPU; at least OC + C elements
     dinp may share memory with inp: the weight gradient is done with inp before dinp is written.
     Cost 4*rows*C*OC FLOP.
     """
@@ -48,6 +48,7 @@ def _operands(dweight, dy, x, widened):
         yield dy, x
         return
     OC, C = dy.shape[1], x.shape[1]
+    widened = widened.view(-1)
     rows = len(widened) // (OC + C)
     for at in range(0, len(dy), rows):
         n = min(rows, len(dy) - at)

@@ -86,7 +86,7 @@ class Segments:
 
 @cache
 def segments(level: int, L: int) -> Segments:
-    """The segments of a level: those of fewest slots, and among these of fewest blocks run again; one block each where residual3 is kept."""
+    """The segments of a level: of fewest slots, among these of fewest blocks run again; one block each where residual3 is kept."""
     if "residual3" not in NOT_KEPT[level]:
         return Segments(L, 1)
     return min((Segments(L, k) for k in range(1, L + 1)), key=lambda s: (s.slots, sum(map(len, s.again))))

@@ -265,7 +265,7 @@ def update_room(options: PlanOptions) -> int:
     return max(room, -(-4 * C // ROUNDING_BLOCK) * ROUNDING_BLOCK)
 
 
-def _sizes(o: PlanOptions) -> dict[str, int]:
+def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm,
     Rw widened, U elements of the update, G positions of a sample."""
     tuning = TUNING[o.device]
@@ -287,7 +287,7 @@ STEP = ("encoder", "encoder_backward")
 
 def _activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
-    sizes, types = _sizes(o), {"act": o.precision, "grad": o.gradients}
+    sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients}
     for name, purpose, shape, dtype, *spans in (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_update_rows(o), *_sample_rows()):
         yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
 

@@ -1,0 +1,69 @@
+"""Graphics cards one can plan for without having them: memory, bandwidth, and the row of PEAKS that says how fast they multiply.
+
+Memory is what the driver reports as total, in MiB; bandwidth is the datasheet's, in GB/s.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from re import fullmatch
+
+from llmc.errors import UserError
+from llmc.mfu import PEAKS
+
+MIB = 1024 * 1024
+CONTEXT_MIB = 768  # a CUDA context with cuBLAS's workspaces: what a process holds before its first tensor. An estimate
+UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """peak: its name in llmc.mfu.PEAKS"""
+
+    peak: str
+    memory_mib: int
+    bandwidth_gb_s: float
+
+    @property
+    def budget_bytes(self) -> int:
+        """What is left for a plan."""
+        return (self.memory_mib - CONTEXT_MIB) * MIB
+
+
+CARDS = {
+    "v100-16": Card("V100", 16384, 900), "v100-32": Card("V100", 32768, 900), "t4": Card("T4", 15360, 320),
+    "a100-40": Card("A100", 40960, 1555), "a100-80": Card("A100", 81920, 2039), "a30": Card("A30", 24576, 933),
+    "a10": Card("A10", 23028, 600), "a10g": Card("A10G", 23028, 600), "a40": Card("A40", 46068, 696),
+    "a6000": Card("RTX A6000", 49140, 768), "l4": Card("L4", 23034, 300), "l40": Card("L40", 46068, 864),
+    "l40s": Card("L40S", 46068, 864), "6000-ada": Card("RTX 6000 Ada", 49140, 960),
+    "h100-80": Card("H100", 81559, 3352), "h100-pcie": Card("H100 PCIe", 81559, 2039), "h100-nvl": Card("H100 NVL", 95830, 3938),
+    "h200": Card("H200", 143771, 4800), "gh200-96": Card("GH200", 97871, 4000), "h20": Card("H20", 97871, 4000),
+    "b200": Card("B200", 183359, 8000),
+    "3060-12": Card("RTX 3060", 12288, 360), "3080-10": Card("RTX 3080", 10240, 760), "3090": Card("RTX 3090", 24576, 936),
+    "4070": Card("RTX 4070", 12282, 504), "4080": Card("RTX 4080", 16376, 717), "4090": Card("RTX 4090", 24564, 1008),
+    "5080": Card("RTX 5080", 16303, 960), "5090": Card("RTX 5090", 32607, 1792),
+}  # fmt: skip
+ALIASES = {"v100": "v100-16", "a100": "a100-80", "h100": "h100-80", "gh200": "gh200-96", "3060": "3060-12", "3080": "3080-10"}
+assert all(card.peak in PEAKS for card in CARDS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory that a plan must fit in. card is None where it was given as a size, or is this machine's own."""
+
+    bytes: int
+    name: str
+    card: Card | None = None
+
+
+def parse_budget(text: str) -> Budget:
+    """A size, as in 24GiB, "500 MiB" or 80GB; or a card, as in h100-80, less what CUDA itself takes. Raises UserError otherwise."""
+    word = text.strip().lower().removeprefix("rtx").strip(" -_").replace(" ", "-")
+    size = fullmatch(r"(\d+(?:\.\d+)?)-?([kmgt]i?b)", word)
+    if size and float(size[1]) > 0:
+        return Budget(int(float(size[1]) * UNITS[size[2]]), text)
+    card = CARDS.get(ALIASES.get(word, word))
+    if card:
+        return Budget(card.budget_bytes, ALIASES.get(word, word), card)
+    near = get_close_matches(word, [*CARDS, *ALIASES], 3, 0.5)
+    known = f"did you mean {' or '.join(near)}?" if near else f"known cards: {', '.join(CARDS)}"
+    raise UserError(f"--memory-budget {text}: expected a size such as 24GiB or 500MiB, or a card such as h100-80; {known}")

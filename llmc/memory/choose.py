@@ -1,0 +1,110 @@
+"""What fits: the recompute level or micro-batch to take for a budget, and the cheapest ways out when a plan does not fit.
+
+Everything here asks the plan; nothing is estimated. Source of the order of costs: the FLOPs of llmc/memory/cost.py.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from llmc.errors import NotEnoughMemory
+from llmc.memory.cost import extra_flops_percent
+from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.plan import MIB, Plan, PlanOptions
+
+# what a way to fit costs beside FLOPs, in percent of a step's time: rough, and only to put the ways in order
+HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
+MASTER_BITS_COST = 0.5  # the update makes each piece's noise twice
+BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
+
+
+def levels_of(options: PlanOptions) -> tuple[int, ...]:
+    """The recompute levels these options can run at."""
+    return tuple(level for level in NOT_KEPT if not (options.offload_residual and "residual3" in NOT_KEPT[level]))
+
+
+def choose_recompute(options: PlanOptions, budget_bytes: int) -> tuple[int, str]:
+    """The lowest level that fits, and the reason in words. Raises NotEnoughMemory where none does."""
+    below = None
+    for level in levels_of(options):
+        plan = Plan(replace(options, recompute=level))
+        if plan.total_bytes <= budget_bytes:
+            why = "the cheapest there is" if below is None else f"-r {below.options.recompute} needs {below.total_bytes // MIB} MiB"
+            return level, f"-r {level}: its plan of {plan.total_bytes // MIB} MiB fits the {budget_bytes // MIB} MiB there are; {why}"
+        below = plan
+    raise NotEnoughMemory(
+        f"no recompute level fits -b {options.B} -t {options.T} in {budget_bytes // MIB} MiB: "
+        f"-r {level} still needs {plan.total_bytes // MIB} MiB",
+        replace(options, recompute=level), budget_bytes,
+    )  # fmt: skip
+
+
+def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int | None) -> tuple[int, str]:
+    """The largest B that fits and divides the sequences of a step, if their number is given, and the reason in words."""
+    smallest = Plan(replace(options, B=1))
+    fits = smallest.largest_batch(budget_bytes)
+    if not fits:
+        raise NotEnoughMemory(
+            f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: "
+            f"it needs {smallest.total_bytes // MIB} MiB",
+            replace(options, B=1), budget_bytes,
+        )  # fmt: skip
+    B = fits if total_sequences is None else max(b for b in range(1, min(fits, total_sequences) + 1) if total_sequences % b == 0)
+    reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
+    if B != fits:
+        reason += f", and {B} is the largest number up to that which divides the {total_sequences} of a step"
+    return B, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Flags that make a plan fit, what it then needs, and what they cost."""
+
+    flags: str
+    total_bytes: int
+    price: str
+    cost: float
+
+
+def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, count: int = 3) -> list[Way]:
+    """The `count` cheapest ways, cheapest first, to fit what does not; none that only adds to a cheaper one."""
+    halves = [options.B]
+    while halves[-1] > 1:
+        halves.append(max(b for b in range(1, halves[-1] // 2 + 1) if total_sequences % b == 0))
+    bf16_weights = options.precision == "bf16"
+    masters = ["fp32", "bits16"] if bf16_weights and options.keeps_master else [options.master]
+    states = ["fp32", "bf16"] if options.optimizer_state == "fp32" else ["bf16"]
+    levels = [level for level in levels_of(options) if level >= options.recompute]
+    found = []
+    for (step, B), level, master, state in product(enumerate(halves), levels, masters, states):
+        changed = replace(options, B=B, recompute=level, master=master, optimizer_state=state)
+        total = Plan(changed).total_bytes
+        if total <= budget_bytes:
+            found.append((_way(options, changed, total, total_sequences, step), (step, level, masters.index(master), states.index(state))))
+    found.sort(key=lambda pair: (pair[0].cost, pair[0].total_bytes))
+    chosen = []
+    for way, place in found:
+        if not any(all(mine >= theirs for mine, theirs in zip(place, other)) for _, other in chosen):
+            chosen.append((way, place))
+    return [way for way, _ in chosen[:count]]
+
+
+def _way(options, changed, total, total_sequences, halvings) -> Way:
+    flags, price, cost = [], [], 0.0
+    if changed.B != options.B:
+        flags.append(f"-b {changed.B} -d {total_sequences * options.T}")
+        price.append(f"{total_sequences // changed.B} micro-steps a step")
+        cost += HALF_BATCH_COST * halvings
+    if changed.recompute != options.recompute:
+        extra = extra_flops_percent(changed) - extra_flops_percent(options)
+        flags.append(f"-r {changed.recompute}")
+        price.append(f"{extra:.0f}% more FLOPs, the same bits")
+        cost += extra + 0.1 * (changed.recompute - options.recompute)  # levels without FLOPs still read and write more
+    if changed.master != options.master:
+        flags.append("--master bits16")
+        price.append("the same weights, a slightly longer update")
+        cost += MASTER_BITS_COST
+    if changed.optimizer_state != options.optimizer_state:
+        flags.append("--optimizer-state bf16")
+        price.append("m and v are rounded")
+        cost += BF16_STATE_COST
+    return Way(" ".join(flags), total, "; ".join(price), cost)

@@ -1,0 +1,70 @@
+"""memory.json beside main.log: what a run planned, what it was asked for, and what it then measured."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from llmc import __version__
+from llmc.files import write_atomically
+from llmc.memory.plan import Plan
+from llmc.memory.report import options_json, tensor_rows
+
+RECORD_NAME = "memory.json"
+
+
+class MemoryRecord:
+    """DIR/memory.json, from start() on written anew whenever a phase ends for the first time; without a folder, nothing.
+
+    plan      options, bytes of every arena and column, total, and every tensor
+    flags     every setting of the command line
+    measured  peak bytes since the start at the end of build, first step, evaluation, sampling, checkpoint, resume and of the
+              run, each with the peak over `baseline_bytes`, what was in use before the first arena was allocated
+    speed     mean step time without the first step, and tokens per second
+    """
+
+    def __init__(self, folder, plan: Plan, settings, backend):
+        self._path = Path(folder) / RECORD_NAME if folder else None
+        self._backend, self._phases, self._started = backend, set(), False
+        self._baseline = backend.baseline_bytes()
+        self._values = {
+            "version": __version__,
+            "device": backend.name,
+            "flags": asdict(settings),
+            "plan": {
+                "options": options_json(plan.options),
+                "total_bytes": plan.total_bytes,
+                "bytes_per_sequence": plan.bytes_per_sequence,
+                "host_bytes": plan.host_bytes,
+                "arenas": plan.arenas,
+                "columns": plan.columns,
+                "tensors": tensor_rows(plan),
+            },
+            "baseline_bytes": self._baseline,
+            "measured": [],
+            "speed": None,
+        }  # fmt: skip
+
+    def phase(self, name: str, step: int) -> None:
+        """The first time a phase ends: the peak so far, written down. Raises UserError where the disk is full or denies."""
+        if name in self._phases:
+            return
+        self._phases.add(name)
+        peak = self._backend.peak_bytes()
+        self._values["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
+        self._write()
+
+    def start(self) -> None:
+        """The run goes ahead: from now on its record replaces that of an earlier run, which a refused resume leaves alone."""
+        self._started = True
+        self._write()
+
+    def end(self, step: int, average_step_ms: float, tokens_per_step: int) -> None:
+        """The run is over."""
+        if average_step_ms > 0:
+            self._values["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
+        self.phase("end", step)
+
+    def _write(self):
+        if not self._path or not self._started:
+            return
+        write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")
