@@ -42,7 +42,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(python) -m pip install --quiet --disable-pip-version-check pytest transformers safetensors pyarrow
+	$(python) -m pip install --quiet --disable-pip-version-check pytest transformers safetensors pyarrow matplotlib
 	touch $@
 
 clean:

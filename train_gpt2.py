@@ -3,22 +3,21 @@
 
     python train_gpt2.py --help
 
-The program, top to bottom: what the flags ask for (Setup), everything they need (build), the loop (train). The rooms it uses:
+The program, top to bottom: opening what the flags ask for, building it, the loop. The rooms it uses:
 
+what is asked llmc/: flags, request (model, sizes, plan, what auto decides)
 layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
 memory        llmc/memory/: tables, recompute ladder, plan, cost, choose, arenas, offload, report, record
-host side     llmc/: flags, data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
+host side     llmc/: data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
 
 import errno
 import io
-import json
 import os
 import shutil
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
@@ -26,29 +25,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import (
-    available_host_bytes, choose_precision, likely_device_kind, likely_precision, measure_matmul_tflops, open_backend,
-)  # fmt: skip
-from llmc.cards import Budget, parse_budget
-from llmc.checkpoint.model_file import read_model_header
-from llmc.checkpoint.store import extra_path, find_last_step, model_path, prepare_folder
-from llmc.config import ModelConfig, config_from_descriptor
-from llmc.distributed import World, open_world
+from llmc.backend import choose_precision, measure_matmul_tflops, open_backend
+from llmc.checkpoint.store import extra_path, prepare_folder
+from llmc.config import ModelConfig
+from llmc.distributed import open_world
 from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory
 from llmc.flags import Settings, format_help, parse, refuse_unbuilt
 from llmc.interrupt import StopRequest
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
-from llmc.memory.choose import choose_batch, choose_recompute
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.choose import in_mib
+from llmc.memory.plan import MIB, Plan
 from llmc.memory.record import MemoryRecord
-from llmc.memory.report import allocation_lines, not_enough_memory, plan_json, plan_table, tensors_table, usage_lines
+from llmc.memory.report import allocation_lines, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.rand import XorShift
+from llmc.request import (
+    check_attention, check_batch, check_lengths, check_precision, choose_model, longest_rows, plan_options, plan_text, run_budget, settle,
+    training_data,
+)  # fmt: skip
 from llmc.schedulers import learning_rate
 
-LESS_AFTER_FAILURE = 0.9  # of a plan for which memory ran out although it should have fitted
+LESS_AFTER_FAILURE = 0.9  # of a plan that should have fitted and did not
 SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
 LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
 
@@ -76,7 +75,7 @@ def main(argv=None) -> int:
         return 2
     except NotEnoughMemory as error:
         print(end="", flush=True)
-        print(f"error: {error}\n\n{not_enough_memory(error.options, error.budget_bytes, error.grad_accum_steps)}", file=sys.stderr)
+        print(f"error: {error}\n\n{not_enough_memory(error)}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was lost", file=sys.stderr)
@@ -95,146 +94,7 @@ def main(argv=None) -> int:
 
 
 # ----------------------------------------------------------------------------
-# what the flags ask for
-
-
-def choose_model(s: Settings) -> SimpleNamespace:
-    """Where the weights come from: config, file (None for random weights), its precision, the step to resume from (or None)."""
-    named = None
-    if not s.model.endswith(".bin"):
-        named = SimpleNamespace(config=config_from_descriptor(s.model), file=None, precision=None, resume_step=None)
-    if s.resume:
-        if not s.output_dir:
-            raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
-        step = find_last_step(s.output_dir)
-        if step is not None:
-            path = model_path(s.output_dir, step)
-            config, precision = read_model_header(path)
-            if named and named.config != config:
-                raise UserError(
-                    f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
-                    "resume with the -e of the run that wrote it, or choose another -o"
-                )
-            return SimpleNamespace(config=config, file=path, precision=precision, resume_step=step)
-    if named:
-        return named
-    if not os.path.exists(s.model):
-        from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
-        if not glob(s.train_data):
-            raise UserError(
-                f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); "
-                f"make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"
-            )
-        raise UserError(
-            f"-e {s.model}: no such file; {from_scratch}, "
-            f"or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}"
-        )
-    config, precision = read_model_header(s.model)
-    return SimpleNamespace(config=config, file=s.model, precision=precision, resume_step=None)
-
-
-def describe(config: ModelConfig) -> str:
-    return f"L={config.num_layers} NH={config.num_heads} C={config.channels} V={config.vocab_size} maxT={config.max_seq_len}"
-
-
-def check_sizes(s: Settings, config: ModelConfig, world: World) -> int:
-    """Raise UserError unless B, T, the total batch and the sample fit together and the model; gradient accumulation steps."""
-    if s.sequence_length > config.max_seq_len:
-        raise UserError(f"-t {s.sequence_length}: the model knows {config.max_seq_len} positions; use -t {config.max_seq_len} or less")
-    if s.sample_every > 0 and s.sample_length > config.max_seq_len:
-        raise UserError(f"-g {s.sample_length}: the model knows {config.max_seq_len} positions; use -g {config.max_seq_len} or less")
-    per_micro_step = s.batch_size * s.sequence_length * world.num_processes
-    total = per_micro_step if s.total_batch_size == -1 else s.total_batch_size
-    if total % per_micro_step:
-        below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
-        choice = f"{below} or {above}" if below else above
-        raise UserError(
-            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; "
-            f"use -d {choice}"
-        )
-    return total // per_micro_step
-
-
-def check_attention(config: ModelConfig, precision: str, backend):
-    head_size = config.channels // config.num_heads
-    if backend.kind == "cuda" and precision == "bf16" and (head_size % 8 or head_size > 256):
-        raise UserError(
-            f"heads of size {head_size}: flash attention on CUDA takes multiples of 8 up to 256 in bf16; "
-            "use an fp32 model with --precision fp32, or --device cpu"
-        )
-
-
-def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
-    """What the plan depends on. Where -b or -r is still auto, 1 and 0 stand in. Raises UserError for a form the model cannot have."""
-    master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
-    if precision == "fp32" and "bf16" in (s.grad_dtype, {"bits16": "bf16"}.get(master)):
-        wish = "--master bits16" if master == "bits16" else "--grad-dtype bf16"
-        raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use --precision bf16")
-    if s.offload_residual and kind != "cuda":
-        raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
-    return PlanOptions(
-        config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
-        recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
-        grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
-        head_chunk=s.head_chunk, sample_length=s.sample_length,
-    )  # fmt: skip
-
-
-def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, world: World) -> tuple[Settings, list[str]]:
-    """The settings with -b auto and -r auto decided, and a line with the reason for each. Raises NotEnoughMemory where nothing fits."""
-    if "auto" not in (s.batch_size, s.recompute):
-        return s, []
-    if budget is None:
-        raise UserError("auto chooses what fits, and this machine has no GPU to ask; say --memory-budget, such as h100-80 or 24GiB")
-    if s.recompute == "auto":
-        level, reason = choose_recompute(options, budget.bytes)
-        return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.name})"]
-    if model.resume_step is not None and (written := written_batch_size(s, model, world)):
-        return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
-    sequences = None
-    if s.total_batch_size != -1:
-        sequences = check_sizes(replace(s, batch_size=1), model.config, world)
-    B, reason = choose_batch(options, budget.bytes, sequences)
-    return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.name})"]
-
-
-def written_batch_size(s: Settings, model, world: World) -> int | None:
-    """-b of the run that wrote the checkpoint to resume from; None for llm.c's, which do not say."""
-    from llmc.checkpoint.state_file import read_extra
-
-    return read_extra(extra_path(s.output_dir, model.resume_step, world.rank)).get("B")
-
-
-def plan_text(s: Settings) -> str:
-    """What --plan prints. No device is touched, so auto means what this machine most likely has."""
-    refuse_unbuilt(s)
-    model, world = choose_model(s), World()
-    check_precision(s, model)
-    kind = likely_device_kind(s.device)
-    precision = model.precision or likely_precision(s.precision, kind)
-    budget = parse_budget(s.memory_budget) if s.memory_budget else None
-    if budget is None and kind == "cpu":
-        budget = Budget(available_host_bytes(), "free on this machine")
-    s, reasons = settle(s, model, plan_options(s, model.config, precision, kind), budget, world)
-    grad_accum_steps = check_sizes(s, model.config, world)
-    options = plan_options(s, model.config, precision, kind)
-    if s.json:
-        return json.dumps(plan_json(options, grad_accum_steps, budget), indent=1)
-    if s.tensors:
-        return tensors_table(Plan(options))
-    return "\n".join([*reasons, plan_table(options, grad_accum_steps, budget)])
-
-
-def check_precision(s: Settings, model):
-    if model.precision and s.precision not in ("auto", model.precision):
-        raise UserError(
-            f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; "
-            f"leave --precision out, or start from a {s.precision} file"
-        )
-
-
-# ----------------------------------------------------------------------------
-# everything that training needs
+# everything that training needs, from the device to the last file
 
 
 def open_run(s: Settings) -> SimpleNamespace:
@@ -244,12 +104,13 @@ def open_run(s: Settings) -> SimpleNamespace:
     source = choose_model(s)
     check_precision(s, source)
     config = source.config
+    check_lengths(s, config)
     backend = open_backend(s.device, s.threads, bool(s.tf32))
     precision = choose_precision(source.precision or s.precision, backend)
     check_attention(config, precision, backend)
     budget = run_budget(s, backend)
-    s, reasons = settle(s, source, plan_options(s, config, precision, backend.kind), budget, world)
-    grad_accum_steps = check_sizes(s, config, world)
+    s, reasons = settle(s, source, plan_options(s, config, precision, backend.kind), budget, world, lambda: longest_rows(s))
+    grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * world.num_processes * grad_accum_steps
 
     print_settings(s, total_batch_size)
@@ -278,13 +139,6 @@ def open_run(s: Settings) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def run_budget(s: Settings, backend) -> Budget:
-    """What the plan must fit in: --memory-budget, or what the device has free; never more than that."""
-    free = Budget(backend.free_bytes(), f"free on {backend.name}")
-    wish = parse_budget(s.memory_budget) if s.memory_budget else free
-    return min(wish, free, key=lambda budget: budget.bytes)
-
-
 def build(run: SimpleNamespace) -> SimpleNamespace:
     """Add to an opened run its files and the model, printing llm.c's allocation lines on the way."""
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
@@ -295,7 +149,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     from llmc.data.shards import TokenLoader
 
     batch = dict(B=s.batch_size, T=s.sequence_length, rank=world.rank, num_processes=world.num_processes, vocab_size=config.vocab_size)
-    train_data, train_flag = (s.val_data, "-j") if s.overfit_single_batch else (s.train_data, "-i")
+    train_data, train_flag = training_data(s)
     train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
     val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
@@ -373,8 +227,8 @@ def build_model(run):
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(
-            f"the plan needs {plan.total_bytes // MIB} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
-            plan.options, budget.bytes, run.grad_accum_steps,
+            f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
+            plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.source.resume_step is not None,
         )  # fmt: skip
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.snapshot import load_weights
@@ -401,6 +255,7 @@ def memory_explained(run):
             f"{run.backend.name} ran out of memory within a plan of {plan.total_bytes // MIB} MiB; "
             "something else takes memory there, so these are ways to need less",
             plan.options, min(run.budget.bytes, int(plan.total_bytes * LESS_AFTER_FAILURE)), run.grad_accum_steps,
+            batch_is_fixed=run.source.resume_step is not None,
         ) from error  # fmt: skip
 
 
@@ -436,7 +291,8 @@ def print_settings(s: Settings, total_batch_size: int):
         "final LR fraction": s.final_lr_fraction, "weight decay": s.weight_decay,
         "skip update lossz": f"{s.skip_loss_z:f}", "skip update gradz": f"{s.skip_grad_z:f}", "max_steps": s.max_steps,
         "val_loss_every": s.val_loss_every, "val_max_steps": s.val_max_steps, "sample_every": s.sample_every, "genT": s.sample_length,
-        "overfit_single_batch": s.overfit_single_batch, "use_master_weights": "enabled" if s.master_weights else "disabled",
+        "overfit_single_batch": s.overfit_single_batch,
+        "use_master_weights": "enabled" if s.master_weights and s.master != "none" else "disabled",
         "gelu_fusion": s.gelu_fusion, "recompute": s.recompute,
     })  # fmt: skip
 
@@ -460,7 +316,7 @@ def train(s: Settings):
 def loop(run):
     """Train for -x steps: every diagnostic that is due, then the step."""
     s, model, loader, stop = run.settings, run.model, run.train_loader, StopRequest()
-    start = 0 if run.resume_step is None else run.resume_step
+    step = start = 0 if run.resume_step is None else run.resume_step
     clock = StepClock(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps

@@ -5,12 +5,14 @@ Memory is what the driver reports as total, in MiB; bandwidth is the datasheet's
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fractions import Fraction
 from re import fullmatch
 
 from llmc.errors import UserError
 from llmc.mfu import PEAKS
 
 MIB = 1024 * 1024
+RESERVE = {"cpu": 0.05, "cuda": 0.02}  # of a device's free memory
 CONTEXT_MIB = 768  # a CUDA context with cuBLAS's workspaces: what a process holds before its first tensor. An estimate
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -48,22 +50,37 @@ assert all(card.peak in PEAKS for card in CARDS.values())
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory that a plan must fit in. card is None where it was given as a size, or is this machine's own."""
+    """Memory that a plan must fit in.
+
+    card     None where it was given as a size, or is this machine's own
+    reserve  share that auto leaves free, for what a process holds beside its plan: nothing where a number was asked for
+    """
 
     bytes: int
     name: str
     card: Card | None = None
+    reserve: float = 0.0
+
+    @property
+    def auto_bytes(self) -> int:
+        return int(self.bytes * (1 - self.reserve))
+
+    @property
+    def auto_name(self) -> str:
+        return self.name + (f", less {self.reserve:.0%}" if self.reserve else "")
 
 
 def parse_budget(text: str) -> Budget:
     """A size, as in 24GiB, "500 MiB" or 80GB; or a card, as in h100-80, less what CUDA itself takes. Raises UserError otherwise."""
-    word = text.strip().lower().removeprefix("rtx").strip(" -_").replace(" ", "-")
-    size = fullmatch(r"(\d+(?:\.\d+)?)-?([kmgt]i?b)", word)
-    if size and float(size[1]) > 0:
-        return Budget(int(float(size[1]) * UNITS[size[2]]), text)
-    card = CARDS.get(ALIASES.get(word, word))
-    if card:
-        return Budget(card.budget_bytes, ALIASES.get(word, word), card)
-    near = get_close_matches(word, [*CARDS, *ALIASES], 3, 0.5)
+    word = text.strip().lower()
+    size = fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]i?b)", word)
+    n_bytes = int(Fraction(size[1]) * UNITS[size[2]]) if size else 0
+    if n_bytes:
+        return Budget(n_bytes, text.strip())
+    name = word.removeprefix("rtx").strip(" _-").replace(" ", "-")
+    name = ALIASES.get(name, name)
+    if name in CARDS and word[0] != "-":
+        return Budget(CARDS[name].budget_bytes, name, CARDS[name])
+    near = [f"{word}ib"] if fullmatch(r"[0-9.]+[kmgt]", word) else get_close_matches(name, [*CARDS, *ALIASES], 3, 0.5)
     known = f"did you mean {' or '.join(near)}?" if near else f"known cards: {', '.join(CARDS)}"
     raise UserError(f"--memory-budget {text}: expected a size such as 24GiB or 500MiB, or a card such as h100-80; {known}")

@@ -82,10 +82,10 @@ GROUPS = {
     ),
     "tokens per step": (
         Flag(("-b",), "batch-size", int, 4, "B", "sequences per micro-batch and process; auto: the most that fit",
-             at_least=1, also=("auto",)),
-        Flag(("-t",), "sequence-length", int, 1024, "T", "tokens per sequence", at_least=1),
+             at_least=1, at_most=2**31 - 1, also=("auto",)),
+        Flag(("-t",), "sequence-length", int, 1024, "T", "tokens per sequence", at_least=1, at_most=2**31 - 1),
         Flag(("-d",), "total-batch-size", int, -1, "TOKENS", "tokens per step, reached by accumulating gradients; -1: B x T x processes",
-             at_least=1, also=(-1,)),
+             at_least=1, at_most=1 << 40, also=(-1,)),
     ),
     "steps": (
         Flag(("-x",), "max-steps", int, -1, "STEPS", "how long to train; -1: one epoch, 0: only evaluate", at_least=0, also=(-1,)),

@@ -48,14 +48,9 @@ class GPT2:
         self.tuning = TUNING[o.device]
         self.rng = XorShift(ROUNDING_STATE + rank)  # seeds every stochastic rounding
         self.rng_state_last_update = self.rng.state
-        types = {
-            "parameters": o.precision, "gradients": o.gradients, "m": o.optimizer_state, "v": o.optimizer_state,
-            "master": "fp32", "master_bits": "int16",
-        }  # fmt: skip
         self.flat = {
-            purpose: allocate(n_bytes, self.device).view(TORCH_DTYPE[types[purpose]])
-            for purpose, n_bytes in plan.arenas.items() if purpose != "activations"
-        }  # fmt: skip
+            purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
+        }
         self.params = cut_parameters(self.flat["parameters"], o.config)
         self.grads = cut_parameters(self.flat["gradients"], o.config)
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
@@ -114,15 +109,18 @@ class GPT2:
     # ------------------------------------------------------------------------
     # forward
 
-    def forward(self, inputs):
-        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm."""
-        a = self.acts
+    def forward(self, inputs, for_backward=True):
+        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm.
+
+        Where residuals go to host memory, they do so only for a backward pass.
+        """
+        a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
         a["inputs"].copy_(torch.as_tensor(inputs))
         encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
         for layer in self.layers:
-            self.residuals.before_forward(layer.number)
+            residuals.before_forward(layer.number)
             self._run(self.forward_stages, layer)
-            self.residuals.after_forward(layer.number)
+            residuals.after_forward(layer.number)
         layernorm_statistics(a["lnf_mean"], a["lnf_rstd"], self._last_residual(), a)
         layernorm_normalize(a["lnf"], self._last_residual(), a["lnf_mean"], a["lnf_rstd"], self.params["lnfw"], self.params["lnfb"], a)
 
@@ -191,7 +189,7 @@ class GPT2:
 
     def token_losses(self, inputs, targets):
         """Loss of every token: (B, T) fp32, a view that the next step overwrites."""
-        self.forward(inputs)
+        self.forward(inputs, for_backward=False)
         self.acts["losses"].zero_()
         for part in self._head_chunks(targets):
             self._classify(part, None)

@@ -4,6 +4,7 @@ Without one, only what can be known from shapes: that the CUDA attention operato
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from llmc.backend import open_backend
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
 from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
+from llmc.layers.matmul import matmul_backward
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan, PlanOptions
 
@@ -55,6 +57,14 @@ def test_cuda_attention_accepts_the_arenas_views(precision):
     attention_one_row(empty(1, C), empty(1, 3 * C), empty(2, 16, C), 5, NH)
 
 
+def test_cuda_matmuls_take_fp32_gradients_of_bf16_operands():
+    """The call that a CPU has no kernel for, on the meta device, first micro-step and later ones."""
+    dweight, dbias = (torch.empty(shape, device="meta") for shape in ((12, 8), (12,)))
+    dout, inp, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((3, 5, 12), (3, 5, 8), (12, 8)))
+    for accumulate in (False, True):
+        matmul_backward(torch.empty_like(inp), dweight, dbias, dout, inp, weight, accumulate=accumulate, bias_sum=torch.empty_like(dbias))
+
+
 @gpu
 @pytest.mark.parametrize("level", NOT_KEPT)
 def test_golden_losses_in_fp32(level, tmp_path, capsys):
@@ -67,9 +77,9 @@ def test_golden_losses_in_fp32(level, tmp_path, capsys):
     np.testing.assert_allclose(losses, golden, rtol=0, atol=2e-4)
 
 
-def gradients(config, precision, level, B, T, accumulation=1):
+def gradients(config, precision, level, B, T, accumulation=1, **forms):
     """Losses, gradients and weights of two steps, as bytes."""
-    model = GPT2(Plan(PlanOptions(config, B, T, precision=precision, recompute=level, device="cuda")), "cuda")
+    model = GPT2(Plan(PlanOptions(config, B, T, precision=precision, recompute=level, device="cuda", **forms)), "cuda")
     model.init_random()
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, accumulation, 2, B, T))
     out = []
@@ -93,6 +103,34 @@ def test_every_recompute_level_and_every_run_gives_the_same_bits(precision, accu
 
 @gpu
 @precisions
+@pytest.mark.parametrize("L", [1, 2, 4, 9])
+@pytest.mark.parametrize("level", [0, 5])
+def test_residuals_in_host_memory_change_no_bit(precision, level, L):
+    """Copies run on a stream of their own: a block that did not wait for its input, or wrote over one on its way out, would show."""
+    config = replace(SMALL, num_layers=L)
+    baseline = gradients(config, precision, level, 8, 64, 3)
+    for _ in range(3):
+        assert gradients(config, precision, level, 8, 64, 3, offload_residual=True) == baseline
+
+
+@gpu
+@pytest.mark.parametrize("forms", [{}, {"optimizer_state": "bf16"}, {"grad_dtype": "fp32"}, {"grad_dtype": "fp32", "head_chunk": 7}])
+def test_the_master_in_16_bits_gives_the_bits_of_an_fp32_master(forms):
+    runs = [gradients(SMALL, "bf16", 2, 4, 64, 2, master=master, **forms) for master in ("fp32", "bits16")]
+    assert runs[0] == runs[1]
+
+
+@gpu
+@pytest.mark.parametrize("forms", [
+    {"master": "bits16", "optimizer_state": "bf16"}, {"master": "none"}, {"grad_dtype": "fp32"}, {"offload_residual": True},
+])  # fmt: skip
+def test_allocated_memory_is_the_plan_in_every_form(forms):
+    peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=5, device="cuda", **forms))
+    assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + CUBLAS_BYTES
+
+
+@gpu
+@precisions
 def test_resuming_gives_the_bytes_of_never_having_stopped(precision, tmp_path):
     case = write_case_a(tmp_path / "case")
     common = ["-e", "d6", "-i", f"{case}/train_*.bin", "-j", f"{case}/val.bin", "--precision", precision, "-n", "3",
@@ -103,20 +141,28 @@ def test_resuming_gives_the_bytes_of_never_having_stopped(precision, tmp_path):
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
 
 
-@gpu
-@pytest.mark.parametrize("level", NOT_KEPT)
-def test_allocated_memory_is_the_plan(level):
-    """The allocator's peak over a step, within 1% of the plan and 64 MiB for cuBLAS's own workspaces."""
-    plan = Plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=level, device="cuda"))
+CUBLAS_BYTES = 64 << 20  # its own workspaces
+
+
+def peak_and_plan(options):
+    """The allocator's peak over two steps, and the plan."""
+    plan = Plan(options)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = GPT2(plan, "cuda")
     model.init_random()
-    tokens = np.random.default_rng(0).integers(0, 50257, (2, 8, 1024))
+    tokens = np.random.default_rng(0).integers(0, 50257, (2, options.B, options.T))
     for step in range(2):
         model.forward(tokens[0])
         model.backward(tokens[1])
         model.update(1e-4, 0.1, step + 1, model.grad_norm())
-    peak = torch.cuda.max_memory_allocated() - before
-    assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + (64 << 20)
+    return torch.cuda.max_memory_allocated() - before, plan
+
+
+@gpu
+@pytest.mark.parametrize("level", NOT_KEPT)
+def test_allocated_memory_is_the_plan(level):
+    """Within 1%, and cuBLAS's own workspaces."""
+    peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=level, device="cuda"))
+    assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + CUBLAS_BYTES

@@ -4,7 +4,10 @@ A row of a table is a name, what is broken and the flags, and words that the sen
 """
 
 import errno
+import json
+import math
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -20,11 +23,13 @@ from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, tokenizer_bytes, words_of
 
 from llmc.checkpoint.store import find_last_step
+from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.tables import num_parameters
 
 N = num_parameters(CONFIG)
 STEPS = "-b 4 -t 32 -x 2 -v 1 -m 1 -s 0"
 HUGE = 2**31 - 1
+WRITTEN_BY_A_RUN = {"log/main.log", "log/speed.log", "log/memory.json"}  # what changes as soon as a run into log/ goes ahead
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +45,8 @@ def pristine(tmp_path_factory) -> Path:
 def case(pristine, tmp_path, monkeypatch) -> Path:
     """A copy to break, and the current folder."""
 
-    def link(source, target):  # 6 MB for each of 500 tests otherwise; replace() and the program make new files, only the log is appended to
-        (shutil.copy if source.endswith("main.log") else os.link)(source, target)
+    def link(source, target):  # 6 MB for each of 500 tests otherwise; replace() and the program make new files, only logs are appended to
+        (shutil.copy if source.endswith(".log") else os.link)(source, target)
 
     folder = shutil.copytree(pristine, tmp_path / "case", copy_function=link)
     monkeypatch.chdir(folder)
@@ -54,18 +59,22 @@ def contents(folder: Path) -> dict[str, bytes | None]:
             for p in sorted(folder.rglob("*"))}  # fmt: skip
 
 
-def refused(case: Path, argv, *words: str, code: int = 2, **options) -> str:
-    """The sentence of a run that must be refused: one line, with these words, and every file as it was."""
+def refused(case: Path, argv, *words: str, goes_ahead: bool = False, **options) -> str:
+    """The sentence of a run that must be refused: one line, with these words, and every file as it was.
+
+    goes_ahead  the run fails only after it has begun, so that its logs, its record and new checkpoints may be there
+    """
     before = contents(case)
     result = run(*argv, **options)
-    assert result.code == code, f"exit code {result.code}: {result.err or result.out[-300:]}"
+    assert result.code == 2, f"exit code {result.code}: {result.err or result.out[-300:]}"
     assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n"), result.err
     for word in words:
         assert word in result.err, f"{word!r} is not in {result.err!r}"
     after = contents(case)
-    assert {name: after.get(name, "gone") for name in before if name != "log/main.log"} == {
-        n: c for n, c in before.items() if n != "log/main.log"
-    }
+    if not goes_ahead:
+        assert after == before
+    for name in before.keys() - WRITTEN_BY_A_RUN:
+        assert after.get(name, "gone") == before[name], f"{name} has changed"
     assert not [name for name in after if name.endswith(".tmp")]
     return result.err
 
@@ -232,7 +241,8 @@ FLAGS = {
     "total batch does not divide": ("-d 200", "-d 200 is not a multiple of B*T*processes = 4*32*1 = 128; use -d 128 or 256"),
     "total batch below one": ("-d 100", "use -d 128"),
     "batch larger than every shard": ("-b 1000", "one batch takes 32001"),
-    "batch enormous": ("-b 1000000000000000000000", "one batch takes"),
+    "batch enormous": ("-b 2147483647", "one batch takes"),
+    "batch beyond any": ("-b 1000000000000000000000", "but must be at most 2147483647"),
     "epoch shorter than a step": ("-x -1 -d 16384", "has 8333 tokens, less than one step of 16384"),
     "no such file for -i": ("-i no_*.bin", "-i no_*.bin: no such file", "prepare_tinyshakespeare"),
     "empty -i": ("--train-data=", "no such file"),
@@ -250,6 +260,7 @@ FLAGS = {
     "unknown descriptor": ("-e d13", "-e d13: neither a .bin file nor a known model descriptor; expected d{6,12,"),
     "unknown family": ("-e gpt4:d12", "-e gpt4:d12: neither"),
     "descriptor llm.c refuses": ("-e gpt3:c5140", "5140 channels are not a multiple"),
+    "T above the model's, -r auto": ("-r auto -t 100000000 --memory-budget 1GiB", "-t 100000000: the model knows 64 positions"),
     "a file without .bin": ("-e log/main.log", "neither a .bin file"),
     "empty -e": ("--model=", "neither a .bin file"),
     "unknown scheduler": ("-k cos", "-k (--lr-scheduler) is 'cos', but must be cosine, linear, constant or wsd"),
@@ -260,8 +271,34 @@ FLAGS = {
     "two processes": ("-pn 2", "-pn 2: training with several processes is not built yet"),
     "rank 1 of 1": ("-pr 1", "-pr 1", "the only rank is 0"),
     "GELU fusion": ("-ge 1", "-ge 1: GELU fusion is not built yet"),
-    "no such level": ("-r 9", "-r 9: no such recompute level; use one of 0, 1, 2"),
-    "no such level, planned": ("-r 9 --plan", "-r 9"),
+    "no such level": ("-r 9", "-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto"),
+    "no such level, planned": ("-r 9 --plan", "-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto"),
+    "a level that is neither": ("-r most", "-r (--recompute) is 'most', but must be auto, or a whole number of 0 or more"),
+    "a batch that is neither": ("-b most", "-b (--batch-size) is 'most', but must be auto, or a whole number of 1 or more"),
+    "both auto": ("-r auto -b auto", "-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 5"),
+    "both auto, planned": ("-r auto -b auto --plan", "-r auto -b auto: each is chosen for the other"),
+    "total batch does not divide, -b auto": ("-b auto -d 200", "-d 200 is not a multiple of B*T*processes = 1*32*1 = 32; use -d 192 or"),
+    "total batch does not divide, -r auto": ("-r auto -d 200", "-d 200 is not a multiple of B*T*processes = 4*32*1 = 128; use -d 128"),
+    "T above the model's, -b auto": ("-b auto -t 65", "-t 65: the model knows 64 positions; use -t 64 or less"),
+    "JSON of no plan": ("--json", "--json is a form of the plan; add --plan"),
+    "tensors of no plan": ("--tensors", "--tensors is a form of the plan; add --plan"),
+    "offload at a level that keeps no residuals": ("-r 6 --offload-residual", "-r 6 --offload-residual: this level keeps", "use -r 5"),
+    "offload at such a level, planned": ("-r 6 --offload-residual --device cuda --plan", "-r 6 --offload-residual: this level keeps"),
+    "offload on a CPU": ("--offload-residual", "--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU"),
+    "offload on a CPU, planned": ("--offload-residual --plan", "--offload-residual moves residuals from a GPU to host memory"),
+    "a master and none": ("--master fp32 -w 0", "--master fp32 -w 0: one asks for master weights and the other for none"),
+    "master bits and none": ("--master bits16 -w 0", "--master bits16 -w 0: one asks for master weights and the other for none"),
+    "master bits of fp32 weights": ("--master bits16", "--master bits16 is for a bf16 model, and this one is fp32"),
+    "master bits of fp32 weights, planned": ("--master bits16 --plan", "--master bits16 is for a bf16 model, and this one is fp32"),
+    "bf16 gradients of fp32 weights": ("--grad-dtype bf16", "--grad-dtype bf16 is for a bf16 model, and this one is fp32"),
+    "bf16 gradients of fp32 weights, planned": ("--grad-dtype bf16 --plan", "--grad-dtype bf16 is for a bf16 model, and this one is fp32"),
+    "unknown master": ("--master x", "--master is 'x', but must be auto, fp32, bits16 or none"),
+    "unknown optimizer state": ("--optimizer-state fp16", "--optimizer-state is 'fp16', but must be fp32 or bf16"),
+    "unknown gradients": ("--grad-dtype x", "--grad-dtype is 'x', but must be auto, fp32 or bf16"),
+    "budget in another unit": ("--memory-budget 12parsecs", "--memory-budget 12parsecs: expected a size such as", "known cards: v100-16,"),
+    "budget of nothing": ("--memory-budget 0GiB", "--memory-budget 0GiB: expected a size such as 24GiB or 500MiB, or a card such as"),
+    "budget of a card that is none": ("--memory-budget h10", "--memory-budget h10: expected a size such as", "did you mean h100 or"),
+    "budget of a card that is none, planned": ("--memory-budget h10 --plan", "--memory-budget h10: expected", "did you mean h100 or"),
     "unknown flag": ("-lr 3e-4", "unknown flag -lr: did you mean -l?"),
     "unknown long flag": ("--learning_rate 1", "unknown flag --learning_rate: did you mean --learning-rate?"),
     "a flag glued to its value": ("-b=4", "unknown flag -b=4: did you mean -b?"),
@@ -270,7 +307,8 @@ FLAGS = {
     "a dash": ("-", "unexpected '-'"),
     "two dashes": ("--", "unknown flag --"),
     "a switch with a value": ("--plan=1", "--plan is a switch and takes no value"),
-    "the last value is missing": ("-b", "-b (--batch-size) needs a value, a whole number of 1 or more, but the command line ends there"),
+    "the last value is missing": ("-b",
+        "-b (--batch-size) needs a value, auto, or a whole number of 1 or more, but the command line ends there"),
     "a value is missing": ("-o -y 1", "-o (--output-dir) needs a value, DIR, but the flag -y follows"),
     "nan": ("-l nan", "-l (--learning-rate) is 'nan', but must be a number of 0 or more"),
     "inf": ("-c inf", "-c (--weight-decay) is 'inf'"),
@@ -315,7 +353,9 @@ def test_a_wrong_number_names_its_flag_and_itself(case, flag, value):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:9", "cuda:99999999999999999999"])
 def test_a_gpu_that_is_not_there_gets_a_sentence(case, device):
-    refused(case, [*inputs(case), STEPS, "--device", device], f"--device {device}: torch", "use --device cpu")
+    argv = [*inputs(case), STEPS, "--device", device]
+    refused(case, argv, f"--device {device}: torch", "use --device cpu")
+    assert not run(*argv).out, "the device is opened before the table of parameters"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -327,19 +367,99 @@ def test_a_gpu_number_that_is_not_there_gets_a_sentence(case):
 # memory
 
 
+WAY = re.compile(r"  (-\S.*?) {2,}(\d+) MiB; \S.*")
+
+
+def explained(err: str) -> tuple[str, str, list[tuple[str, int]]]:
+    """What exit code 3 says, taken apart: the sentence; -b and -r of the table of all -r below it; ways to fit as (flags, MiB)."""
+    sentence, empty, *lines = err.removesuffix("\n").split("\n")
+    assert sentence.startswith("error: ") and not empty, err
+    B = re.match(r"memory plan in MiB: .* B=(\d+) ", lines[0])[1]
+    levels = [line.split()[0] for line in lines if re.match(r" *\d\*? ", line)]
+    (asked,) = (level.rstrip("*") for level in levels if level.endswith("*"))
+    assert [level.rstrip("*") for level in levels] == [str(level) for level in NOT_KEPT]
+    head, *ways = lines[max(i for i, line in enumerate(lines) if not line) + 1 :]
+    if not ways:
+        assert re.fullmatch(r"no flag makes it fit \d+ MiB: use a smaller model \(-e\) or shorter sequences \(-t\)", head), head
+        return sentence, f"-b {B} -r {asked}", []
+    fit = int(re.fullmatch(r"the cheapest ways to fit (\d+) MiB, flags to add:", head)[1])
+    found = [(match[1], int(match[2])) for match in map(WAY.fullmatch, ways)]
+    assert len(found) <= 3 and all(mib <= fit for _, mib in found), err
+    return sentence, f"-b {B} -r {asked}", found
+
+
+def does_not_fit(case: Path, argv, *words: str, made=()) -> list[str]:
+    """The flags of the ways to fit that a run of exit code 3 names: each, added, gives a plan of that size for as many tokens a step.
+
+    made  what the run may leave behind: the empty folder it was to write to
+    """
+    before = contents(case)
+    result = run(*argv)
+    assert result.code == 3, f"exit code {result.code}: {result.err or result.out[-300:]}"
+    assert contents(case) == before | {name: None for name in made}
+    sentence, planned, ways = explained(result.err)
+    for word in words:
+        assert word in sentence, f"{word!r} is not in {sentence!r}"
+
+    def plan_with(flags):
+        plan = json.loads(ran(*argv, planned, "--memory-budget 1TiB", flags, "--plan --json"))
+        (total,) = (level["total_mib"] for level in plan["levels"] if level["recompute"] == plan["recompute"])
+        return plan["batch_size"] * plan["sequence_length"] * plan["grad_accum_steps"], int(total)
+
+    for flags, mib in ways:
+        assert plan_with(flags) == (plan_with("")[0], mib), flags
+    return [flags for flags, _ in ways]
+
+
 def test_a_plan_beyond_memory_is_exit_code_3_before_allocating(case):
-    """-b 300000 needs terabytes: a sparse file of 2^31-1 tokens lets the batch itself be possible."""
+    """-b 3000000 needs terabytes: a sparse file of 2^31-1 tokens lets the batch itself be possible."""
     path = case / "sparse.bin"
     path.write_bytes(header(20240520, 1, HUGE))
     os.truncate(path, 1024 + 2 * HUGE)
     argv = [*inputs(case), "-i", path, "-b 3000000 -t 64 -x 1", QUIET]
-    err = refused(case, argv, "the plan needs", "MiB free; use -b ", code=3)
-    assert int(err.split("the plan needs ")[1].split()[0]) > 10**6
+    ways = does_not_fit(case, argv, "the plan needs", "MiB, free on ")
+    assert ways and all(flags.startswith("-b ") and " -d 192000000" in flags for flags in ways)
+    assert int(run(*argv).err.split("the plan needs ")[1].split()[0]) > 10**6
     assert "total" in ran(*argv, "--plan"), "asking for the plan is no error"
 
 
 def test_a_model_beyond_memory_is_exit_code_3(case):
-    refused(case, ["-e gpt3:c12288 -b 1 -t 16 -x 1 -i", case / "train_01.bin", QUIET, "-o", case / "new"], "use a smaller model", code=3)
+    """No flag but a smaller model helps: the parameters alone are 333 GB or more."""
+    argv = ["-e gpt3:c12288 -b 1 -t 16 -x 1 -i", case / "train_01.bin", QUIET, "-o", case / "new"]
+    assert not does_not_fit(case, argv, "the plan needs", "MiB, free on ", made=["new"])
+
+
+@pytest.mark.parametrize("level,words", [("-r 0", "MiB, and there are 6 MiB, 6MiB"),
+                                         ("-r 5", "MiB, and there are 6 MiB, 6MiB"),
+                                         ("-r auto", "no recompute level fits -b 32 -t 64 in 6 MiB: -r 6 still needs ")])  # fmt: skip
+def test_each_way_to_fit_a_budget_trains_as_many_tokens_a_step(case, level, words):
+    """64 sequences in two micro-steps do not fit 6 MiB; what is advised then does."""
+    argv = [*inputs(case), "-b 32 -t 64 -d 4096 -x 1 --memory-budget 6MiB", level, QUIET]
+    ways = does_not_fit(case, argv, words)
+    assert ways
+    for flags in ways:
+        out = ran(*argv, flags)
+        assert "and total_batch_size=4096\n" in out and len(losses(out)) == 1
+
+
+@pytest.mark.parametrize("flags", ["-b auto", "-b auto -d 2048", "-b 1 -r auto"])
+def test_less_memory_than_one_sequence_needs_is_exit_code_3_and_no_way_is_made_up(case, flags):
+    words = "no recompute level fits -b 1 -t 64 in 2 MiB" if "-r" in flags else "not even -b 1 -t 64 fits 2 MiB at -r 5: it needs"
+    assert not does_not_fit(case, [*inputs(case), "-t 64 -x 1 -r 5 --memory-budget 2MiB", flags, QUIET], words)
+
+
+@pytest.mark.parametrize("flags", ["--memory-budget " + "9" * 400 + "GiB", "-b " + "9" * 400], ids=["budget", "batch"])
+def test_sizes_beyond_float_end_in_a_plan_or_a_sentence(case, flags):
+    code, out, err = vars(run(*inputs(case), "-t 32 --plan", *flags.split())).values()
+    assert code == 0 and out.startswith("memory plan") and not err or code == 2 and not out and err.count("\n") == 1
+
+
+def test_a_batch_of_billions_that_does_not_fit_is_judged_at_once(case):
+    """Ways to fit are sought below it without trying every number up to it."""
+    words = words_of([*inputs(case), "--device cpu -t 32 -b 2147483647 -r auto --memory-budget 1GiB --plan"])
+    result = subprocess.run([sys.executable, "train_gpt2.py", *words], cwd=REPO, capture_output=True, text=True, timeout=15)
+    assert result.returncode == 3 and not result.stdout
+    assert explained(result.stderr)[0].startswith("error: no recompute level fits -b 2147483647 -t 32 in 1024 MiB")
 
 
 LIMITED = """
@@ -361,9 +481,13 @@ def run_limited(limit: str, amount: int, *argv):
 
 def test_memory_that_the_system_promised_and_denies_is_exit_code_3(case):
     """d6 in fp32 needs 480 MB, the limit leaves 200."""
-    result = run_limited("RLIMIT_AS", 200 << 20, "-e d6 --precision fp32 -b 1 -t 16 -x 1 -i", case / "train_01.bin", QUIET)
-    assert result.returncode == 3 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert "could not give the" in result.stderr
+    argv = "-e d6 --precision fp32 -b 1 -t 16 -x 1"
+    result = run_limited("RLIMIT_AS", 200 << 20, argv, "-i", case / "train_01.bin", QUIET)
+    assert result.returncode == 3, result.stderr
+    sentence, planned, ways = explained(result.stderr)
+    total = json.loads(ran(argv, "--plan --json"))["levels"][1]["total_mib"]
+    assert f"ran out of memory within a plan of {int(total)} MiB; something else takes memory there" in sentence
+    assert planned == "-b 1 -r 1" and all(mib < 0.9 * total for _, mib in ways)
 
 
 # ----------------------------------------------------------------------------
@@ -448,8 +572,12 @@ RESUMES = {
         "", "damaged outlier window"),
     "extra is of another -b, of as many samples": (extra_with('{"B": 2, "T": 64, "loss_outliers": {}, "norm_outliers": {}}'),
         "", "-b 2 -t 64", "-b 4 -t 32"),
-    "main.log is a folder": (lambda log: ((log / "main.log").unlink(), (log / "main.log").mkdir()),
-        "", "opening the log failed at log/main.log"),
+    "extra's -b is a word, and to be taken": (extra_with('{"B": "four", "T": 32, "loss_outliers": {}, "norm_outliers": {}}'),
+        "-b auto", EXTRA),
+    "extra's -b is 0, and to be taken": (extra_with('{"B": 0, "T": 32, "loss_outliers": {}, "norm_outliers": {}}'), "-b auto", EXTRA),
+    "extra's -b is negative, and to be taken": (extra_with('{"B": -4, "T": 32, "loss_outliers": {}, "norm_outliers": {}}'),
+        "-b auto", EXTRA),
+    "extra is cut, and its -b to be taken": (damaged(EXTRA, lambda raw: raw[: len(raw) // 2]), "-b auto", EXTRA, "is damaged"),
     "another -b": (lambda log: None, "-b 2", "samples in the current shard", "-b, -t or the number of processes changed"),
     "another -t": (lambda log: None, "-t 16", "samples in the current shard"),
     "fewer shards": (lambda log: None, "-i train_01.bin", "2 shards and -i train_01.bin has 1"),
@@ -462,13 +590,25 @@ RESUMES = {
 
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_kept(case, name):
-    """Every file, main.log included, is as it was: the next try may be with the right flags."""
+    """Every file, logs and memory.json included, is as it was: the next try may be with the right flags.
+
+    The logs end as a crash after the checkpoint leaves them, in lines that a resumed run would drop.
+    """
     damage, flags, *words = RESUMES[name]
     damage(case / "log")
-    log = case / "log" / "main.log"
-    before = log.read_bytes() if log.is_file() else None
+    for log, line in (("main.log", "s:4 trl:1.0000 lr:0.000300 norm:1.00\ns:5 t"), ("speed.log", "s:4 ms:8.00 tok/s:16000.0\ns:5 m")):
+        with open(case / "log" / log, "a") as file:
+            file.write(line)
+    assert WRITTEN_BY_A_RUN <= contents(case).keys()
     refused(case, [*inputs(case), RESUME, flags], *words)
-    assert before is None or log.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN_BY_A_RUN))
+def test_a_folder_in_the_place_of_a_log_or_the_record_is_a_sentence_and_changes_nothing(case, name):
+    (case / name).unlink()
+    (case / name).mkdir()
+    doing = "writing the memory record" if name.endswith("json") else "opening the log"
+    refused(case, [*inputs(case), RESUME], f"{doing} failed at {name}", "directory")
 
 
 def test_removing_done_as_the_sentence_says_resumes_from_the_checkpoint_before(case):
@@ -478,15 +618,36 @@ def test_removing_done_as_the_sentence_says_resumes_from_the_checkpoint_before(c
     assert "resuming at step 2 from log" in ran(*inputs(case), RESUME)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_master_weights_that_were_not_saved_cannot_be_resumed_with(case, precision):
-    if precision == "bf16":
+@pytest.mark.parametrize("precision,form", [("fp32", "-w 1"), ("bf16", "-w 1"), ("bf16", "--master bits16")])
+def test_master_weights_that_were_not_saved_start_from_the_weights(case, precision, form):
+    """Exactly so, and where that matters a line says it; an fp32 model is its own master, so it ends as the run without one."""
+    bf16 = precision == "bf16"
+    if bf16:
         raw = (case / "model.bin").read_bytes()
         replace(case / "model.bin", patched(raw[:1024], 5, at=4) + (np.frombuffer(raw[1024:], "<u4") >> 16).astype("<u2").tobytes())
-    argv = [*inputs(case), "-b 4 -t 32 -n 2 -o w0", QUIET]
-    ran(*argv, "-x 2 -w 0")
-    refused(case, [*argv, "-x 4 -y 1"], "holds no fp32 master weights, but -w 1 asks for them; resume with -w 0")
-    assert len(losses(ran(*argv, "-x 4 -y 1 -w 0"))) == 2
+    argv = [*inputs(case), "-b 4 -t 32 -n 2 -l 1e-2", QUIET]
+    ran(*argv, "-x 2 -w 0 -o w0")
+    for name in ("looked at", "without"):
+        shutil.copytree(case / "w0", case / name)
+
+    found = []
+
+    def look(run):
+        found.append(torch.cat([piece.clone() for piece in run.model.master_pieces()] if bf16 else [run.model.flat["parameters"]]))
+
+    assert run(*argv, "-x 4 -y 1 -o", case / "looked at", form, faked={"loop": look}).code == 0
+    saved = np.frombuffer((case / "w0" / "model_00000002.bin").read_bytes()[1024:], "<u2" if bf16 else "<u4").astype("<u4")
+    assert found[0].dtype == torch.float32
+    assert np.array_equal(found[0].numpy().view("<u4"), saved << 16 if bf16 else saved)
+
+    out, without = ran(*argv, "-x 4 -y 1 -o w0", form), ran(*argv, "-x 4 -y 1 -w 0 -o without")
+    line = "w0/state_00000002_00000.bin holds no fp32 master weights: they start from the bf16 weights\n"
+    assert out.count(line) == bf16 and out.count("master weights") == bf16 and "master weights:" not in without
+    assert len(losses(out)) == len(losses(without)) == 2 and all(math.isfinite(float(loss)) for loss in losses(out))
+    assert losses(out)[0] == losses(without)[0], "the same weights"
+    model, state = (case / "w0" / name for name in (MODEL, STATE))
+    assert (model.read_bytes() == (case / "without" / MODEL).read_bytes()) == (not bf16)
+    assert struct.unpack_from("<I", state.read_bytes(), 16) == (1,) and state.stat().st_size > 1024 + 3 * 4 * N
 
 
 def test_y_1_without_a_checkpoint_starts_anew_and_says_so(case):
@@ -497,7 +658,9 @@ def test_y_1_without_a_checkpoint_starts_anew_and_says_so(case):
     for folder in ("new/deep", "odd"):
         out = ran(*inputs(case), STEPS, "-y 1 -o", folder)
         assert f"-y 1: no complete checkpoint in {folder}, starting from" in out and len(losses(out)) == 2
-    assert sorted(p.name for p in (case / "odd").iterdir()) == ["DONE_4", "DONE_x", "main.log", "model_00000004.bin", "notes.txt"]
+    assert sorted(p.name for p in (case / "odd").iterdir()) == [
+        "DONE_4", "DONE_x", "main.log", "memory.json", "model_00000004.bin", "notes.txt", "speed.log",
+    ]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------
@@ -539,14 +702,14 @@ def test_a_disk_that_fails_while_saving_costs_one_checkpoint_and_no_other(case, 
         return real(source, target)
 
     with patch("os.replace", full):
-        refused(case, [*inputs(case), RESUME], "failed at log/" + file, os.strerror(number))
+        refused(case, [*inputs(case), RESUME], "failed at log/" + file, os.strerror(number), goes_ahead=True)
     assert find_last_step(case / "log") == 4
     assert "resuming at step 4" in ran(*inputs(case), RESUME)
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_a_sentence(case):
     (case / "log" / "model_00000006.bin").mkdir()
-    refused(case, [*inputs(case), RESUME], "writing the model failed at log/model_00000006.bin", "directory")
+    refused(case, [*inputs(case), RESUME], "writing the model failed at log/model_00000006.bin", "directory", goes_ahead=True)
     assert find_last_step(case / "log") == 4
 
 
@@ -558,17 +721,30 @@ def test_a_full_disk_for_real_leaves_the_earlier_checkpoint(case, limit, what):
     assert result.returncode == 2 and result.stderr.startswith(f"error: {what} failed at") and result.stderr.count("\n") == 1, result.stderr
     assert "File too large; make room" in result.stderr
     after = contents(case)
-    assert all(after[name] == content for name, content in before.items() if name != "log/main.log")
+    assert all(after[name] == content for name, content in before.items() if not limit or name not in WRITTEN_BY_A_RUN)
     assert not [name for name in after if name.endswith(".tmp")] and find_last_step(case / "log") == 4
     assert "resuming at step 4" in ran(*inputs(case), RESUME)
 
 
-def test_a_disk_too_full_for_the_log_alone_is_a_sentence_and_nothing_more(case):
+@pytest.mark.parametrize("name", ["main.log", "speed.log"])
+def test_a_disk_too_full_for_a_log_alone_is_a_sentence_and_nothing_more(case, name):
     """A limit just above what the log holds: the line that does not fit ends the run, and closing the file at exit must stay quiet."""
-    size = (case / "log" / "main.log").stat().st_size
-    result = run_limited("RLIMIT_FSIZE", size + 10, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")
-    assert result.returncode == 2 and result.stderr.startswith("error: writing the log failed"), result.stderr
+    path = case / "log" / name
+    with open(path, "a") as file:
+        file.write("# " + "x" * 60_000 + "\n")  # so that everything else that is written has room; a resumed log keeps such a line
+    limit = path.stat().st_size + 10
+    assert limit > 2 * (case / "log" / "memory.json").stat().st_size
+    result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")
+    assert result.returncode == 2 and result.stderr.startswith(f"error: writing the log failed at {path}: File too large"), result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_disk_too_full_for_the_record_is_a_sentence_and_keeps_the_earlier_one(case):
+    before, limit = contents(case), (case / "log" / "memory.json").stat().st_size // 2
+    result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")
+    assert result.returncode == 2 and result.stderr.startswith("error: writing the memory record failed at"), result.stderr
+    assert result.stderr.count("\n") == 1 and "File too large; make room" in result.stderr, result.stderr
+    assert contents(case) == before
 
 
 # ----------------------------------------------------------------------------

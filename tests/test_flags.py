@@ -30,18 +30,36 @@ READ = {
     "-n": {"-1": -1}, "-s": {"-1": -1}, "-v": {"0": 0}, "-g": {"0": 0}, "-l": {"6e-4": 6e-4, "0": 0.0}, "-sl": {"7": 7.0},
     "-e": {"gpt3:c768": "gpt3:c768"}, "-o": {"": "", "a b": "a b"}, "-i": {"x/*.bin": "x/*.bin"}, "-k": {"wsd": "wsd"}, "-y": {"1": 1},
     "--device": {"cpu": "cpu", "cuda": "cuda", "cuda:12": "cuda:12"}, "--precision": {"bf16": "bf16"},
+    "-b": {"auto": "auto", "1": 1}, "-r": {"auto": "auto", "0": 0, "6": 6},
+    "--master": {"auto": "auto", "fp32": "fp32", "bits16": "bits16", "none": "none"}, "--optimizer-state": {"bf16": "bf16"},
+    "--grad-dtype": {"auto": "auto", "fp32": "fp32", "bf16": "bf16"}, "--memory-budget": {"h100-80": "h100-80", "500 MiB": "500 MiB"},
 }  # fmt: skip
 
 WRONG = {
-    "-b": ("0", "-1", "four", "4.5", "", "nan"), "-t": ("0",), "-d": ("0", "-2", "1e5"), "-n": ("-2",), "-nk": ("-1",), "-nm": ("-1",),
+    "-b": ("0", "-1", "four", "4.5", "", "nan", "Auto", "auto "), "-n": ("-2",), "-nk": ("-1",), "-nm": ("-1",),
     "-lg": ("-2",), "-x": ("-2", "inf"), "-u": ("-1",), "-l": ("nan", "inf", "-1e-4", "1e999", "x"), "-q": ("-0.1",), "-c": ("-1",),
     "-sl": ("-1", "nan"), "-sg": ("-1",), "-v": ("-1",), "-m": ("0", "-2"), "-s": ("-2",), "-g": ("-1",), "-k": ("cos", ""),
     "-y": ("2", "yes", "-1"), "-h": ("2",), "-a": ("2",), "-f": ("true",), "-w": ("-1",), "-ge": ("3", "-1"), "-z": ("4", "-1"),
-    "-r": ("-1",), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",), "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
-    "--precision": ("fp16",), "--head-chunk": ("-1",), "--threads": ("-1",),
+    "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",),
+    "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
+    "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
+    "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
 
-UNBUILT = ("-z 2", "-z 3", "-pn 2 -z 1", "-pn 8", "-pr 1", "-ge 1", "-ge 2", f"-r {max(NOT_KEPT) + 1}")
+UNBUILT = ("-z 2", "-z 3", "-pn 2 -z 1", "-pn 8", "-pr 1", "-ge 1", "-ge 2", "-r 7", "-r 7 --plan")
+
+# flags that each are fine and together ask for what cannot be -> the sentence's beginning
+AT_ODDS = {
+    "-r auto -b auto": "-r auto -b auto: each is chosen for the other", "-b auto -r auto --plan": "-r auto -b auto: each is chosen",
+    "--json": "--json is a form of the plan; add --plan", "--tensors -b 2": "--tensors is a form of the plan; add --plan",
+    "-r 6 --offload-residual": "-r 6 --offload-residual: this level keeps too few residuals to move",
+    "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to move",
+    "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
+    "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
+}  # fmt: skip
+NOT_AT_ODDS = ("-r auto", "-b auto", "-r auto -b 2", "-b auto -r 6", "--plan --json", "--plan --tensors", "-r auto --offload-residual",
+               "-r 5 --offload-residual", "--master none", "--master none -w 0", "--master none -w 1", "--master auto -w 0",
+               "--master bits16", "--master fp32 -w 1", "--optimizer-state bf16 --grad-dtype fp32")  # fmt: skip
 
 
 def error_of(argv):
@@ -113,7 +131,7 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
 @pytest.mark.parametrize(
     "argv,expected",
     [
-        (["-b"], "-b (--batch-size) needs a value, a whole number of 1 or more, but the command line ends there"),
+        (["-b"], "-b (--batch-size) needs a value, auto, or a whole number of 1 or more, but the command line ends there"),
         (["-o", "-y", "1"], "-o (--output-dir) needs a value, DIR, but the flag -y follows"),
         (["-h"], "--help"),  # who types -h alone wants help, which it is not
         (["-i", "a_1.bin", "a_2.bin"], "unexpected 'a_2.bin' after -i (--train-data)"),  # a pattern the shell has expanded
@@ -134,8 +152,9 @@ def test_a_mistake_of_form_is_named(argv, expected):
 
 
 def test_numbers_beyond_float_are_read_or_refused_not_crashed_on():
-    assert parse(["-b", "9" * 400]).batch_size == int("9" * 400)
-    assert "must be" in error_of(["-b", "9" * 5000])
+    assert parse(["-x", "9" * 400]).max_steps == int("9" * 400)
+    assert "must be" in error_of(["-x", "9" * 5000])
+    assert "must be at most 2147483647" in error_of(["-b", "9" * 400])
 
 
 @pytest.mark.parametrize("line", UNBUILT)
@@ -144,9 +163,27 @@ def test_what_is_not_built_stops_with_a_sentence(line):
         refuse_unbuilt(parse(line.split()))
 
 
-@pytest.mark.parametrize("level", NOT_KEPT)
+def test_the_sentence_on_a_level_lists_them_all():
+    assert tuple(NOT_KEPT) == (0, 1, 2, 3, 4, 5, 6)
+    with pytest.raises(UserError, match="^-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto$"):
+        refuse_unbuilt(parse(["-r", "9"]))
+
+
+@pytest.mark.parametrize("line", AT_ODDS)
+def test_flags_at_odds_with_each_other_stop_with_a_sentence_that_names_both(line):
+    with pytest.raises(UserError) as caught:
+        refuse_unbuilt(parse(line.split()))
+    assert str(caught.value).startswith(AT_ODDS[line]) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3, 4, 5, 6, "auto"])
 def test_what_is_built_is_not_refused(level):
     refuse_unbuilt(parse(f"-r {level} -z 1 -pn 1 -pr 0 -ge 0".split()))
+
+
+@pytest.mark.parametrize("line", NOT_AT_ODDS)
+def test_flags_that_go_together_are_not_refused(line):
+    refuse_unbuilt(parse(line.split()))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from llmc.errors import UserError
-from llmc.logger import Logger, format_step_line, table_row, table_rule
+from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
 
 
 def train(log, steps, val_every=2):
@@ -18,8 +18,16 @@ def train(log, steps, val_every=2):
         log.train(step, 5 - step / 10, 3e-4, 1.234)
 
 
-def text(folder):
-    return (folder / "main.log").read_text()
+def run(log, steps):
+    """What the loop writes to the file of this name: train, or the time of each step."""
+    if log._path.name == LOG_NAME:
+        return train(log, steps)
+    for step in steps:
+        log.speed(step, 100 + step / 8, 500 - step / 8)
+
+
+def text(folder, name="main.log"):
+    return (folder / name).read_text()
 
 
 def test_lines_are_llmc_s(tmp_path):
@@ -33,38 +41,59 @@ def test_lines_are_llmc_s(tmp_path):
     )  # read while still open: each line is out when its call returns
 
 
+def test_the_time_of_a_step_has_a_line_in_a_file_of_its_own(tmp_path):
+    log = Logger(tmp_path, name=SPEED_NAME)
+    log.speed(0, 360.8341, 709.4721)
+    log.speed(18864, 0.004, 1e7)
+    assert text(tmp_path, "speed.log") == "s:0 ms:360.83 tok/s:709.5\ns:18864 ms:0.00 tok/s:10000000.0\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.log"]
+
+
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (None, ""):
         log = Logger(folder)
         train(log, range(3))
+        log.speed(3, 1.0, 1.0)
         log.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fresh_run_empties_the_log(tmp_path):
-    train(Logger(tmp_path), range(5))
-    Logger(tmp_path)
-    assert text(tmp_path) == ""
+@pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
+def test_a_fresh_run_empties_the_log(name, tmp_path):
+    run(Logger(tmp_path, name=name), range(5))
+    Logger(tmp_path, name=name)
+    assert text(tmp_path, name) == ""
 
 
 @pytest.mark.parametrize("checkpoint", range(9))
-@pytest.mark.parametrize("torn", ("", "s:1", "s:10 trl:3.9"))
-def test_a_resumed_log_equals_that_of_a_run_never_stopped(checkpoint, torn, tmp_path):
+@pytest.mark.parametrize("torn", ("", "s:1", "s:10 trl:3.9", "s:10 ms:3"))
+@pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
+def test_a_resumed_log_equals_that_of_a_run_never_stopped(checkpoint, torn, name, tmp_path):
     """Crash after step 8, in the middle of a line; resume anywhere before; every line is there once, in order."""
-    log = Logger(tmp_path)
-    train(log, range(12))
+    log = Logger(tmp_path, name=name)
+    run(log, range(12))
     log.close()
-    expected = text(tmp_path)
-    log = Logger(tmp_path)
-    train(log, range(9))
+    expected = text(tmp_path, name)
+    log = Logger(tmp_path, name=name)
+    run(log, range(9))
     log.close()
-    with open(tmp_path / "main.log", "a") as file:
+    with open(tmp_path / name, "a") as file:
         file.write(torn)
-    log = Logger(tmp_path, resume_step=checkpoint)
-    train(log, range(checkpoint, 12))
-    assert text(tmp_path) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["main.log"]
+    log = Logger(tmp_path, resume_step=checkpoint, name=name)
+    run(log, range(checkpoint, 12))
+    assert text(tmp_path, name) == expected
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_step_that_takes_another_time_after_a_resume_is_in_the_log_once(tmp_path):
+    """The times are not the crashed run's; those before the checkpoint stay."""
+    log = Logger(tmp_path, name=SPEED_NAME)
+    run(log, range(4))
+    log.close()
+    log = Logger(tmp_path, resume_step=2, name=SPEED_NAME)
+    log.speed(2, 1.0, 2.0)
+    assert text(tmp_path, SPEED_NAME) == "s:0 ms:100.00 tok/s:500.0\ns:1 ms:100.12 tok/s:499.9\ns:2 ms:1.00 tok/s:2.0\n"
 
 
 def test_a_longer_run_keeps_the_last_validation_of_the_shorter_one(tmp_path):

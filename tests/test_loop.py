@@ -22,7 +22,9 @@ from case_a import CONFIG, header, token_stream, write_case_a
 from conftest import REPO
 
 import train_gpt2
+from llmc.config import config_from_descriptor
 from llmc.gpt2 import GPT2
+from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
 from llmc.memory.tables import num_parameters
 from llmc.outlier import OutlierDetector
@@ -178,27 +180,58 @@ def test_main_log_holds_the_printed_numbers_in_llmc_s_format(golden_run):
             assert float(text) == pytest.approx(float(value), abs=0.51 * 10**-digits + 1e-6, rel=0.006 if digits == 6 else 0)
 
 
+def test_speed_log_holds_the_time_of_every_step_and_nothing_else(golden_run):
+    """As printed; the tokens per second are this step's own, not the printed mean."""
+    out, folder = golden_run
+    lines = [re.fullmatch(r"s:(\d+) ms:(\d+\.\d\d) tok/s:(\d+\.\d)", line) for line in (folder / "speed.log").read_text().splitlines()]
+    assert [int(line[1]) for line in lines] == list(range(40))
+    assert [line[2] for line in lines] == re.findall(r"\| (\S+) ms \|", out)
+    for line in lines:
+        assert float(line[3]) == pytest.approx(256 / float(line[2]) * 1e3, rel=0.0051 / float(line[2]), abs=0.051)
+
+
+def test_memory_json_holds_the_plan_the_flags_and_the_peak_of_each_phase(golden_run):
+    """In the order in which phases first ended; the plan is the program's own, and peaks never fall."""
+    out, folder = golden_run
+    record = json.loads((folder / "memory.json").read_text())
+    plan = Plan(PlanOptions(CONFIG, 4, 32, precision="fp32", sample_length=24))
+    assert record["plan"]["total_bytes"] == plan.total_bytes == sum(record["plan"]["columns"].values())
+    assert record["plan"]["arenas"] == plan.arenas and record["plan"]["columns"] == plan.columns
+    assert (record["flags"]["batch_size"], record["flags"]["output_dir"], record["flags"]["max_steps"]) == (4, str(folder), 40)
+    phases = [("build", 0), ("evaluation", 0), ("first step", 0), ("HellaSwag", 5), ("sampling", 20), ("checkpoint", 20), ("end", 40)]
+    measured = record["measured"]
+    assert [(row["phase"], row["step"]) for row in measured] == phases
+    peaks = [row["peak_bytes"] for row in measured]
+    assert peaks == sorted(peaks) and [row["over_baseline_bytes"] for row in measured] == [p - record["baseline_bytes"] for p in peaks]
+    printed = float(re.search("total average iteration time: (\\S+) ms", out)[1])
+    assert record["speed"]["average_step_ms"] == pytest.approx(printed, abs=1e-6)
+    assert record["speed"]["tokens_per_s"] == pytest.approx(256 / printed * 1e3, rel=1e-5)
+
+
 # ----------------------------------------------------------------------------
 # --plan, --help, nothing at all
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plan_prints_a_row_per_level_that_adds_up(case, precision):
-    """Each row's total is the plan's, its columns sum to it, and more recompute never needs more."""
-    model = ["-e", case / "model.bin"] if precision == "fp32" else "-e d12"
-    config = CONFIG if precision == "fp32" else None
-    out = ran(*([model] if isinstance(model, str) else model), "-b 4 -t 32 -r 2 --plan --precision", precision)
+    """Each row is the plan's, its parts sum to the total to the byte, and more recompute never needs more. JSON has every digit."""
+    model, config = (["-e", case / "model.bin"], CONFIG) if precision == "fp32" else (["-e d12"], config_from_descriptor("d12"))
+    argv = [*model, "-b 4 -t 32 -r 2 --plan --device cpu --memory-budget 24GiB --precision", precision]
+    out, levels = ran(*argv), json.loads(ran(*argv, "--json"))["levels"]
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d\*? ", line)]
-    assert [row[0] for row in rows] == ["0", "1", "2*"]
-    totals = []
-    for level, row in enumerate(rows):
-        numbers = [float(cell) for cell in row[1:9]]
-        assert sum(numbers[:6]) == pytest.approx(numbers[6], abs=0.31)
-        totals.append(numbers[6])
-        if config:
-            plan = Plan(PlanOptions(config, 4, 32, precision=precision, recompute=level))
-            assert numbers[6] == pytest.approx(plan.total_bytes / MIB, abs=0.051)
-    assert totals == sorted(totals, reverse=True)
+    assert [row[0] for row in rows] == ["0", "1", "2*", "3", "4", "5", "6"]
+    parts = ("parameters", "gradients", "optimizer", "kept", "shared", "head", "scratch", "library")
+    totals, batches = [], []
+    for level, (row, exact) in enumerate(zip(rows, levels, strict=True)):
+        plan = Plan(PlanOptions(config, 4, 32, precision=precision, recompute=level))
+        mib = [exact[f"{part}_mib"] for part in parts]
+        assert mib == [plan.columns[part] / MIB for part in parts] and exact["total_mib"] == plan.total_bytes / MIB
+        assert sum(mib) == exact["total_mib"]  # bytes over 2^20: floats hold them and their sum exactly
+        assert row[1:10] == [f"{n:.1f}" for n in (*mib, exact["total_mib"])]
+        assert int(row[11]) == exact["largest_batch"] == plan.largest_batch(24 << 30)
+        totals.append(plan.total_bytes)
+        batches.append(exact["largest_batch"])
+    assert totals == sorted(totals, reverse=True) and batches == sorted(batches)
     assert (", fp32 master weights" in out) == (precision == "bf16")
 
 
@@ -287,7 +320,7 @@ def test_accumulation_gives_one_large_batch_s_losses(case):
 
 
 def test_recompute_levels_print_the_same_losses(case):
-    assert len({tuple(losses(ran(*inputs(case), "-b 4 -t 32 -x 6", QUIET, "-r", r))) for r in (0, 1, 2)}) == 1
+    assert len({tuple(losses(ran(*inputs(case), "-b 4 -t 32 -x 6", QUIET, "-r", r))) for r in NOT_KEPT}) == 1
 
 
 def test_head_chunk_changes_no_digit_of_the_first_loss(case):
@@ -391,7 +424,10 @@ def test_a_new_run_replaces_the_log_and_without_o_nothing_is_written(case, tmp_p
     first = ran(*argv, "-o", tmp_path) and (tmp_path / "main.log").read_text()
     ran(*argv, "-o", tmp_path)
     assert (tmp_path / "main.log").read_text() == first and first.count("\n") == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["main.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["main.log", "memory.json", "speed.log"]
+    ran(*argv, "-x 1 -o", tmp_path)
+    assert [len((tmp_path / name).read_text().splitlines()) for name in ("main.log", "speed.log")] == [1, 1]
+    assert json.loads((tmp_path / "memory.json").read_text())["flags"]["max_steps"] == 1
 
 
 def test_n_without_o_says_that_nothing_is_written(case):

@@ -1,5 +1,6 @@
 """The tables, the recompute ladder and the plan: every byte has one owner at a time, and the sizes are the promised ones."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from llmc.cards import parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
+from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, kept_names
 from llmc.memory.plan import ALIGNMENT, MIB, TUNING, Plan, PlanOptions, head_chunk_rows
 from llmc.memory.report import allocation_lines, plan_table, usage_lines
@@ -315,22 +318,34 @@ def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
 # the report
 
 
-def test_plan_table_has_every_level_with_the_plan_s_own_numbers():
-    o = PlanOptions(D12, 4, 1024, precision="bf16", recompute=1, device="cuda")
-    text = plan_table(o)
-    lines = [line.split() for line in text.splitlines()]
-    rows = {line[0].rstrip("*"): line for line in lines if line and line[0].rstrip("*").isdecimal()}
-    assert list(rows) == [str(level) for level in LEVELS]
-    assert [key for key, row in rows.items() if row[0].endswith("*")] == ["1"]
-    for level in LEVELS:
-        plan = Plan(replace(o, recompute=level))
-        a, row = plan.arenas, rows[str(level)]
-        optimizer = a["m"] + a["v"] + a["master"]
-        shared = a["activations"] - plan.kept_bytes
-        want = (a["parameters"], a["gradients"], optimizer, plan.kept_bytes, shared, plan.library_bytes, plan.total_bytes)
-        assert row[1:9] == [f"{n / MIB:.1f}" for n in (*want, plan.bytes_per_sequence)]
-        assert " ".join(row[9:]) == (", ".join(NOT_KEPT[level]) or "-")
-    assert "L=12 NH=12 C=768 V=50257, B=4 T=1024, bf16, on cuda" in text
+@pytest.mark.parametrize("asked", LEVELS)
+@pytest.mark.parametrize("changes", [{}, {"device": "cpu", "precision": "fp32"}, {"master": "bits16", "optimizer_state": "bf16"}])
+def test_plan_table_has_every_level_with_the_plan_s_own_numbers(asked, changes):
+    """The parts of a row are Plan.columns and add up to its total to the byte; more recompute never needs more."""
+    o = PlanOptions(D12, 4, 1024, **{"precision": "bf16", "recompute": asked, "device": "cuda"} | changes)
+    budget = parse_budget("h100-80")
+    text, unknown = plan_table(o, 2, budget), plan_table(o, 2)
+    heads, *lines = [re.split(r" {2,}", line.strip()) for line in text.split("\n\n")[1].splitlines()]
+    assert heads == ["-r", "parameters", "gradients", "optimizer", "kept", "shared", "head", "scratch", "library", "total", "MiB/seq",
+                     "largest -b", "+FLOPs", "FLOP/B", "not kept"]  # fmt: skip
+    assert [row[0] for row in lines] == [f"{level}*" if level == asked else str(level) for level in LEVELS]
+    totals, names = [], ()
+    for level, row in zip(LEVELS, lines):
+        at_level = replace(o, recompute=level)
+        plan, cost = Plan(at_level), step_cost(at_level, 2)
+        assert list(plan.columns) == heads[1:9] and sum(plan.columns.values()) == plan.total_bytes
+        assert plan.columns["optimizer"] == sum(plan.arenas.get(k, 0) for k in ("m", "v", "master", "master_bits"))
+        assert sum(plan.columns[k] for k in ("kept", "shared", "head", "scratch")) == plan.arenas["activations"]
+        want = (*plan.columns.values(), plan.total_bytes, plan.arenas["activations"] / 4)
+        assert row[1:11] == [f"{n / MIB:.1f}" for n in want]
+        more = [name for name in NOT_KEPT[level] if name not in names]
+        assert row[11:] == [str(plan.largest_batch(budget.bytes)), f"{extra_flops_percent(at_level):.1f}%", f"{cost.intensity:.0f}",
+                            ("+ " if names else "") + ", ".join(more) or "nothing: all is kept"]  # fmt: skip
+        totals.append(plan.total_bytes)
+        names = NOT_KEPT[level]
+    assert totals == sorted(totals, reverse=True)
+    assert [re.split(r" {2,}", line.strip())[11] for line in unknown.split("\n\n")[1].splitlines()[1:]] == ["-"] * len(LEVELS)
+    assert f"L=12 NH=12 C=768 V=50257, B=4 T=1024, {o.precision}, on {o.device}" in text
 
 
 def test_allocation_lines_are_llmc_s_words_and_the_plan_s_bytes():

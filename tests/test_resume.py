@@ -1,6 +1,7 @@
 """A run that stops and goes on writes the bytes of the run that never stopped: stopped by -x, by a signal, by SIGKILL, anywhere.
 
-Compared are the last checkpoint's model, state and extra files and main.log, byte for byte.
+Compared are the last checkpoint's model, state and extra files and main.log, byte for byte. speed.log and memory.json hold times
+and peaks, which differ from run to run: of the first the steps are compared, the second must be whole.
 """
 
 import fcntl
@@ -61,12 +62,32 @@ def assert_same_end(folder: Path, reference: Path, step: int, log=True) -> None:
         assert found[name] == content, f"{name} differs"
     if log:
         assert (folder / "main.log").read_text() == (reference / "main.log").read_text()
+        trained = [int(s) for s in re.findall(r"^s:(\d+) trl:", (reference / "main.log").read_text(), re.M)]
+        assert timed_steps(folder) == timed_steps(reference) == trained == list(range(max(step, len(trained))))
+    assert json.loads((folder / "memory.json").read_text())["measured"][-1]["phase"] == "end"
     assert not list(folder.glob("*.tmp"))
+
+
+def timed_steps(folder: Path) -> list[int]:
+    """The steps of speed.log, each line of which must be whole."""
+    lines = (folder / "speed.log").read_text().splitlines()
+    return [int(re.fullmatch(r"s:(\d+) ms:\d+\.\d\d tok/s:\d+\.\d", line)[1]) for line in lines]
+
+
+def but_record(folder: Path) -> dict[str, bytes]:
+    """Every file and its bytes, memory.json left out: a run that goes on writes its own."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "memory.json"}
+
+
+def phases(folder: Path) -> list[tuple[str, int]]:
+    """The phases that memory.json has measured, each with the step at which it first ended."""
+    return [(row["phase"], row["step"]) for row in json.loads((folder / "memory.json").read_text())["measured"]]
 
 
 def keep_only(folder: Path, step: int, target: Path) -> Path:
     """A copy of the folder in which the checkpoints of all other steps were never written."""
-    shutil.copytree(folder, target, ignore=lambda _, names: [n for n in names if n != "main.log" and f"{step:08d}" not in n])
+    logs = ("main.log", "speed.log", "memory.json")
+    shutil.copytree(folder, target, ignore=lambda _, names: [n for n in names if n not in logs and f"{step:08d}" not in n])
     return target
 
 
@@ -93,7 +114,7 @@ def crash_at(step: int):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("w", [0, 1])
-@pytest.mark.parametrize("r", [0, 2])
+@pytest.mark.parametrize("r", [0, 2, 6])
 def test_stopped_crashed_and_straight_runs_write_the_same_bytes(case, tmp_path, precision, w, r):
     """Stopped by SIGTERM at 3, gone on, crashed at 7 after the checkpoint of 5 and gone on again; validation and samples meanwhile."""
     model = case / {"fp32": "model.bin", "bf16": "bf16.bin"}[precision]
@@ -134,6 +155,30 @@ def test_two_straight_runs_give_the_same_bytes(case, tmp_path):
         assert_same_end(tmp_path / "a", tmp_path / "b", step)
 
 
+def test_b_auto_goes_on_with_the_batch_of_the_checkpoint(case, tmp_path):
+    """Its place in the data is counted in it, so what fits does not matter; the end is the straight run's."""
+    argv = [*inputs(case), SMALL, "-x 6 -n 3 -v 3 -m 2 -s 0"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    ran(*argv, "-o", straight)
+    keep_only(straight, 3, resumed)
+    out = ran(*argv, "-b auto -y 1 -o", resumed)
+    assert "-b auto takes -b 4: the checkpoint's" in out and "| micro batch size B    | 4 " in out
+    assert_same_end(resumed, straight, 6)
+
+
+def test_r_auto_goes_on_at_any_level_with_the_same_bytes(case, tmp_path):
+    """Stopped at -r 0, and resumed in a budget that only the last level fits."""
+    argv = [*inputs(case), SMALL, "-x 6 -n 3 -v 3 -m 2 -s 0"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    ran(*argv, "-r 0 -o", straight)
+    keep_only(straight, 3, resumed)
+    levels = json.loads(ran(*argv, "--plan --json"))["levels"]
+    assert levels[-1]["total_mib"] < levels[-2]["total_mib"]
+    out = ran(*argv, "-r auto -y 1 -o", resumed, "--memory-budget", f"{levels[-1]['total_mib'] + 0.001:.3f}MiB")
+    assert "-r auto takes -r 6: its plan of" in out and "| recompute             | 6 " in out
+    assert_same_end(resumed, straight, 6)
+
+
 def test_the_outlier_windows_are_part_of_a_checkpoint(case, tmp_path):
     """160 steps with skips on both sides of a stop at 140, when the window of 128 is full; without the extra file the end is another."""
     argv = [*inputs(case), "-b 1 -t 8 -l 1e-5 -k constant -x 160 -sl 1 -sg 1.5", QUIET, "-n 1000"]
@@ -153,19 +198,21 @@ def test_the_outlier_windows_are_part_of_a_checkpoint(case, tmp_path):
 def test_a_run_resumed_at_its_last_step_measures_again_and_changes_nothing(case, tmp_path):
     argv = [*inputs(case), SMALL, "-x 4 -n 2 -v 2 -m 2 -s 0 -o", tmp_path]
     first = ran(*argv)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = but_record(tmp_path)
     again = ran(*argv, "-y 1")
     assert re.findall("val loss .*", again) == re.findall("val loss .*", first)[-1:] and not losses(again) and "Writing" not in again
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert but_record(tmp_path) == before and timed_steps(tmp_path) == [0, 1, 2, 3]
+    assert phases(tmp_path) == [("build", 0), ("resume", 4), ("evaluation", 4), ("end", 4)]
 
 
 def test_a_checkpoint_beyond_the_last_step_says_that_nothing_is_left_to_do(case, tmp_path):
     argv = [*inputs(case), SMALL, "-v 2 -m 1 -s 0 -n 4 -o", tmp_path]
     ran(*argv, "-x 4")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = but_record(tmp_path)
     out = ran(*argv, "-x 3 -y 1")
     assert "step 4 is beyond -x 3" in out and "val loss" not in out and not losses(out)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert but_record(tmp_path) == before
+    assert [name for name, _ in phases(tmp_path)] == ["build", "resume", "end"]
 
 
 def test_a_checkpoint_without_an_extra_file_resumes(case, tmp_path):
@@ -252,7 +299,7 @@ def test_rotation_keeps_the_newest_and_the_major_checkpoints(case, tmp_path):
         ran(*inputs(case), "-b 1 -t 8 -x 12 -n 2", QUIET, "-nk", nk, "-nm", nm, "-o", folder)
         names = {f"{kind}_{step:08d}{end}" for step in expected for kind, end in
                  (("DONE", ""), ("model", ".bin"), ("state", "_00000.bin"), ("extra", "_00000.json"))}  # fmt: skip
-        assert {path.name for path in folder.iterdir()} == names | {"main.log"}, (nk, nm)
+        assert {path.name for path in folder.iterdir()} == names | {"main.log", "speed.log", "memory.json"}, (nk, nm)
 
 
 def test_rotation_goes_on_in_a_resumed_run(case, tmp_path):
@@ -366,7 +413,7 @@ def test_a_signal_at_any_moment_stops_cleanly_and_the_run_goes_on(case, tmp_path
     assert (code, err) == (0, "") and f"{number.name}: finishing this step" in out
     done = len(losses(out))
     assert steps_in(tmp_path) == [done] and 0 < done < 60
-    assert len(re.findall("trl", (tmp_path / "main.log").read_text())) == done
+    assert len(re.findall("trl", (tmp_path / "main.log").read_text())) == done and timed_steps(tmp_path) == list(range(done))
     ran(*argv, "-y 1")
     assert_same_end(tmp_path, reference(case, 1000), 60)
 
@@ -375,14 +422,27 @@ def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path)
     """Validation of a million batches, two hours: stopped within a batch, nothing is logged and nothing to save."""
     argv = [*inputs(case), "-b 4 -t 32 -x 3 -v 1 -m 1000000 -n 1 -s 0 -o", tmp_path]
     code, out, err = interrupt(start(*argv), signal.SIGTERM, " -> estimated", 0.3)
-    assert (code, err) == (0, "") and "val loss" not in out and not losses(out) and (tmp_path / "main.log").read_text() == ""
+    assert (code, err) == (0, "") and "val loss" not in out and not losses(out)
+    assert (tmp_path / "main.log").read_text() == (tmp_path / "speed.log").read_text() == ""
 
 
 def test_ctrl_c_before_the_loop_ends_without_a_traceback(case, tmp_path):
-    """While torch is being imported or the model built; 130 is what a shell reports for SIGINT."""
+    """While the device is measured or the model built; 130 is what a shell reports for SIGINT."""
     process = start(*inputs(case), SIGNALLED, "-o", tmp_path)
     code, _, err = interrupt(process, signal.SIGINT, "+--", 0.1)
-    assert code == 130 and "Traceback" not in err
+    assert code == 130 and "Traceback" not in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc to watch torch being imported in")
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(case, tmp_path):
+    """That comes before the first line is printed."""
+    process = start(*inputs(case), SIGNALLED, "-o", tmp_path)
+    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err and not list(tmp_path.iterdir())
 
 
 def test_a_signal_while_the_terminal_is_stuck_does_not_end_in_a_traceback(case, tmp_path):
@@ -471,11 +531,14 @@ def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case,
     result = subprocess.run([sys.executable, "-c", KILLER, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     points, code = map(int, result.stdout.split())
-    assert code == 0 and points > 27  # 2 checkpoints of 4 files, each synced, renamed and synced again, and 1 removed
+    # 2 checkpoints of 4 files and the record of start, first step, checkpoint and end, each synced, renamed and synced again, and 1 removed
+    assert code == 0 and points > 39
     seen = []
     for fatal in range(1, points):
         folder = tmp_path / str(fatal)
         before = max(steps_in(folder), default=0)
+        if (folder / "memory.json").exists():
+            assert phases(folder)[0] == ("build", 0), "it is whole at any time"
         out = ran(*argv, "-y 1", "-o", folder)
         assert ("resuming at step" in out) == (before > 0) and len(losses(out)) == 2 - before
         assert_same_end(folder, straight, 2)
@@ -486,5 +549,6 @@ def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case,
 
 def test_a_disk_call_list_that_changes_is_noticed():
     """The killer patches what write_atomically and delete call; if they call something else, the test above watches nothing."""
-    text = "".join((REPO / "llmc" / name).read_text() for name in ("files.py", "checkpoint/store.py", "checkpoint/snapshot.py"))
+    names = ("files.py", "checkpoint/store.py", "checkpoint/snapshot.py", "memory/record.py")
+    text = "".join((REPO / "llmc" / name).read_text() for name in names)
     assert set(re.findall(r"(?:os|shutil)\.(fsync|replace|rename|unlink|remove|rmtree)\b", text)) == {"fsync", "replace"}

@@ -55,6 +55,11 @@ def find_shards(pattern: str, flag: str) -> list[str]:
     return paths
 
 
+def longest_row(pattern: str, flag: str) -> int:
+    """The most tokens in a row that every shard has, each with a target: of the smallest. Raises UserError as TokenLoader does."""
+    return min(len(open_shard(path)) for path in find_shards(pattern, flag)) - 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoaderState:
     """A TokenLoader's place in the data, as llm.c's state file keeps it. Arrays are int32; without shuffling they are empty."""

@@ -5,6 +5,7 @@ Everything here asks the plan; nothing is estimated. Source of the order of cost
 
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isqrt
 
 from llmc.errors import NotEnoughMemory
 from llmc.memory.cost import extra_flops_percent
@@ -22,37 +23,54 @@ def levels_of(options: PlanOptions) -> tuple[int, ...]:
     return tuple(level for level in NOT_KEPT if not (options.offload_residual and "residual3" in NOT_KEPT[level]))
 
 
-def choose_recompute(options: PlanOptions, budget_bytes: int) -> tuple[int, str]:
+def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps: int = 1) -> tuple[int, str]:
     """The lowest level that fits, and the reason in words. Raises NotEnoughMemory where none does."""
     below = None
     for level in levels_of(options):
         plan = Plan(replace(options, recompute=level))
         if plan.total_bytes <= budget_bytes:
-            why = "the cheapest there is" if below is None else f"-r {below.options.recompute} needs {below.total_bytes // MIB} MiB"
+            why = "the cheapest there is" if below is None else f"-r {below.options.recompute} needs {in_mib(below.total_bytes)} MiB"
             return level, f"-r {level}: its plan of {plan.total_bytes // MIB} MiB fits the {budget_bytes // MIB} MiB there are; {why}"
         below = plan
     raise NotEnoughMemory(
         f"no recompute level fits -b {options.B} -t {options.T} in {budget_bytes // MIB} MiB: "
-        f"-r {level} still needs {plan.total_bytes // MIB} MiB",
-        replace(options, recompute=level), budget_bytes,
+        f"-r {level} still needs {in_mib(plan.total_bytes)} MiB",
+        replace(options, recompute=level), budget_bytes, grad_accum_steps,
     )  # fmt: skip
 
 
-def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int | None) -> tuple[int, str]:
-    """The largest B that fits and divides the sequences of a step, if their number is given, and the reason in words."""
+def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int | None, most: int | None = None) -> tuple[int, str]:
+    """The largest B that fits, and the reason in words.
+
+    total_sequences  of a step, which B must divide; None for any number      most  sequences that the data have; None for any
+    """
     smallest = Plan(replace(options, B=1))
     fits = smallest.largest_batch(budget_bytes)
     if not fits:
         raise NotEnoughMemory(
             f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: "
-            f"it needs {smallest.total_bytes // MIB} MiB",
-            replace(options, B=1), budget_bytes,
+            f"it needs {in_mib(smallest.total_bytes)} MiB",
+            replace(options, B=1), budget_bytes, total_sequences or 1,
         )  # fmt: skip
-    B = fits if total_sequences is None else max(b for b in range(1, min(fits, total_sequences) + 1) if total_sequences % b == 0)
+    limit = fits if most is None else max(1, min(fits, most))
+    B = limit if total_sequences is None else largest_divisor(total_sequences, limit)
     reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
-    if B != fits:
+    if limit != fits:
+        reason += f", {limit} the most that a shard of the data holds"
+    if B != limit:
         reason += f", and {B} is the largest number up to that which divides the {total_sequences} of a step"
     return B, reason
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most limit, both from 1 on."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return max(d for d in (*small, *(n // d for d in small)) if d <= limit)
+
+
+def in_mib(n_bytes: int) -> int:
+    """What does not fit, rounded up, where what there is gets rounded down: it never seems to fit after all."""
+    return -(-n_bytes // MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +83,14 @@ class Way:
     cost: float
 
 
-def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, count: int = 3) -> list[Way]:
-    """The `count` cheapest ways, cheapest first, to fit what does not; none that only adds to a cheaper one."""
+def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *, batch_is_fixed=False, count=3) -> list[Way]:
+    """Up to `count` ways to fit what does not, cheapest first.
+
+    Those that only add to a cheaper one come in where others are too few, and only if they save more.
+    """
     halves = [options.B]
-    while halves[-1] > 1:
-        halves.append(max(b for b in range(1, halves[-1] // 2 + 1) if total_sequences % b == 0))
+    while halves[-1] > 1 and not batch_is_fixed:
+        halves.append(largest_divisor(total_sequences, halves[-1] // 2))
     bf16_weights = options.precision == "bf16"
     masters = ["fp32", "bits16"] if bf16_weights and options.keeps_master else [options.master]
     states = ["fp32", "bf16"] if options.optimizer_state == "fp32" else ["bf16"]
@@ -81,11 +102,15 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, c
         if total <= budget_bytes:
             found.append((_way(options, changed, total, total_sequences, step), (step, level, masters.index(master), states.index(state))))
     found.sort(key=lambda pair: (pair[0].cost, pair[0].total_bytes))
-    chosen = []
+    chosen, spare = [], []
     for way, place in found:
-        if not any(all(mine >= theirs for mine, theirs in zip(place, other)) for _, other in chosen):
+        adds_to = [other for other, at in (*chosen, *spare) if all(mine >= theirs for mine, theirs in zip(place, at))]
+        if not adds_to:
             chosen.append((way, place))
-    return [way for way, _ in chosen[:count]]
+        elif way.total_bytes < min(other.total_bytes for other in adds_to):
+            spare.append((way, place))
+    ways = [way for way, _ in (*chosen[:count], *spare)][:count]
+    return sorted(ways, key=lambda way: way.cost)
 
 
 def _way(options, changed, total, total_sequences, halvings) -> Way:

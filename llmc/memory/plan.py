@@ -120,20 +120,17 @@ class Plan:
 
     @cached_property
     def arenas(self) -> dict[str, int]:
-        o, n = self.options, num_parameters(self.options.config)
-        state = DTYPE_BYTES[o.optimizer_state]
-        arenas = {
-            "parameters": n * DTYPE_BYTES[o.precision],
-            "gradients": n * DTYPE_BYTES[o.gradients],
-            "activations": _extent(self.tensors.values()),
-            "m": n * state,
-            "v": n * state,
-        }
-        if o.keeps_master:
-            arenas["master"] = n * 4
-        if o.keeps_bits:
-            arenas["master_bits"] = n * 2
-        return arenas
+        n = num_parameters(self.options.config)
+        sizes = {purpose: n * DTYPE_BYTES[dtype] for purpose, dtype in self.flat_types.items()}
+        first = {purpose: sizes.pop(purpose) for purpose in ("parameters", "gradients")}
+        return first | {"activations": _extent(self.tensors.values())} | sizes
+
+    @property
+    def flat_types(self) -> dict[str, str]:
+        """Type of every arena that holds one number for each parameter."""
+        o = self.options
+        types = {"parameters": o.precision, "gradients": o.gradients, "m": o.optimizer_state, "v": o.optimizer_state}
+        return types | ({"master": "fp32"} if o.keeps_master else {}) | ({"master_bits": "int16"} if o.keeps_bits else {})
 
     @property
     def total_bytes(self) -> int:
@@ -179,12 +176,16 @@ class Plan:
 
     @property
     def library_bytes(self) -> int:
-        """What attention returns in memory of its own, o and lse forward, dq, dk and dv backward, or widens; freed at once."""
+        """What attention returns in memory of its own, o and lse forward, dq, dk and dv backward, or widens; freed at once.
+
+        A CPU's malloc has not given o back when dq, dk and dv are asked for. It could be told to, but then every call pays
+        for fresh pages, 7% of attention's time.
+        """
         o = self.options
         BTC = o.B * o.T * o.config.channels
         if o.device == "cpu" and o.precision == "bf16" and o.T < CPU_FP32_ATTENTION_BELOW:
             return 8 * BTC * DTYPE_BYTES["fp32"]  # q, k, v, o and do widened, and dq, dk, dv
-        gradients = 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
+        gradients = (4 if o.device == "cpu" else 3) * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
         if o.device == "cuda" and o.precision == "bf16":
             # flash attention sums dq in fp32, deterministically in one copy for every part of the card that works on a head
             copies = -(-CUDA_PROCESSORS // (o.B * o.config.num_heads))
@@ -197,7 +198,10 @@ class Plan:
         return self.arenas["activations"] // self.options.B
 
     def largest_batch(self, budget_bytes: int) -> int:
-        """The largest B whose whole plan fits in `budget_bytes`; 0 if not even one sequence does."""
+        """The largest B whose whole plan fits in `budget_bytes`; 0 if not even one sequence does.
+
+        More sequences need more memory, but for one thing: the fewer heads there are, the more copies of dq attention makes.
+        """
 
         def fits(B):
             return Plan(replace(self.options, B=B)).total_bytes <= budget_bytes
@@ -210,7 +214,8 @@ class Plan:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        every_copy = range(low + 1, CUDA_PROCESSORS // self.options.config.num_heads + 2)
+        return max((B for B in every_copy if fits(B)), default=low)
 
 
 # columns of the plan's table -> purposes of tensors

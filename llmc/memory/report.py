@@ -1,8 +1,10 @@
 """The plan in words: llm.c's allocation lines, the table and lists of --plan, and what is said when a plan does not fit."""
 
 from dataclasses import replace
+from math import prod
 
 from llmc.cards import Budget
+from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT
@@ -159,11 +161,6 @@ def options_json(o: PlanOptions) -> dict:
 
 def tensor_rows(plan: Plan) -> list[dict]:
     """Every tensor of the plan: arena, name, shape, dtype, bytes, place in its arena, and the stages from which to which it lives."""
-    o = plan.options
-    dtypes = {
-        "parameters": o.precision, "gradients": o.gradients, "m": o.optimizer_state, "v": o.optimizer_state,
-        "master": "fp32", "master_bits": "int16",
-    }  # fmt: skip
     rows = []
     for arena in plan.arenas:
         if arena == "activations":
@@ -174,12 +171,11 @@ def tensor_rows(plan: Plan) -> list[dict]:
             ]  # fmt: skip
             continue
         offset = 0
-        for name, shape in parameter_shapes(o.config).items():
-            n_bytes = DTYPE_BYTES[dtypes[arena]]
-            for size in shape:
-                n_bytes *= size
-            rows.append({"arena": arena, "name": name, "purpose": arena, "shape": list(shape), "dtype": dtypes[arena],
-                         "bytes": n_bytes, "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
+        for name, shape in parameter_shapes(plan.options.config).items():
+            dtype = plan.flat_types[arena]
+            n_bytes = prod(shape) * DTYPE_BYTES[dtype]
+            rows.append({"arena": arena, "name": name, "purpose": arena, "shape": list(shape), "dtype": dtype, "bytes": n_bytes,
+                         "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
             offset += n_bytes
     return rows
 
@@ -201,11 +197,11 @@ def tensors_table(plan: Plan) -> str:
     return "\n".join([f"tensors of the plan: {describe(plan.options)}, -r {plan.options.recompute}", "", *lines])
 
 
-def not_enough_memory(options: PlanOptions, budget_bytes: int, grad_accum_steps: int) -> str:
+def not_enough_memory(error: NotEnoughMemory) -> str:
     """What to say below the sentence when a plan does not fit, or did not after all: the table, and the cheapest ways out."""
-    sequences = options.B * grad_accum_steps
-    ways = ways_to_fit(options, budget_bytes, sequences)
-    text = plan_table(options, grad_accum_steps, Budget(budget_bytes, "what there is"))
+    options, budget_bytes = error.options, error.budget_bytes
+    ways = ways_to_fit(options, budget_bytes, options.B * error.grad_accum_steps, batch_is_fixed=error.batch_is_fixed)
+    text = plan_table(options, error.grad_accum_steps, Budget(budget_bytes, "what there is"))
     if not ways:
         return f"{text}\n\nno flag makes it fit {budget_bytes // MIB} MiB: use a smaller model (-e) or shorter sequences (-t)"
     width = max(len(way.flags) for way in ways)

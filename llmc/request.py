@@ -1,0 +1,190 @@
+"""What a command line asks for: the model, sizes that fit together, a plan, and what auto decides. No device is touched here.
+
+Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto may choose fits.
+"""
+
+import json
+import os
+from dataclasses import replace
+from glob import glob
+from types import SimpleNamespace
+
+from llmc.backend import available_host_bytes, likely_device_kind, likely_precision
+from llmc.cards import RESERVE, Budget, parse_budget
+from llmc.checkpoint.model_file import read_model_header
+from llmc.checkpoint.store import extra_path, find_last_step, model_path
+from llmc.config import ModelConfig, config_from_descriptor
+from llmc.distributed import World
+from llmc.errors import UserError
+from llmc.flags import Settings, refuse_unbuilt
+from llmc.memory.choose import choose_batch, choose_recompute
+from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
+
+
+def choose_model(s: Settings) -> SimpleNamespace:
+    """Where the weights come from: config, file (None for random weights), its precision, the step to resume from (or None)."""
+    named = None
+    if not s.model.endswith(".bin"):
+        named = SimpleNamespace(config=config_from_descriptor(s.model), file=None, precision=None, resume_step=None)
+    if s.resume:
+        if not s.output_dir:
+            raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
+        step = find_last_step(s.output_dir)
+        if step is not None:
+            path = model_path(s.output_dir, step)
+            config, precision = read_model_header(path)
+            if named and named.config != config:
+                raise UserError(
+                    f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
+                    "resume with the -e of the run that wrote it, or choose another -o"
+                )
+            return SimpleNamespace(config=config, file=path, precision=precision, resume_step=step)
+    if named:
+        return named
+    if not os.path.exists(s.model):
+        from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
+        if not glob(s.train_data):
+            raise UserError(
+                f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); "
+                f"make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"
+            )
+        raise UserError(
+            f"-e {s.model}: no such file; {from_scratch}, "
+            f"or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}"
+        )
+    config, precision = read_model_header(s.model)
+    return SimpleNamespace(config=config, file=s.model, precision=precision, resume_step=None)
+
+
+def describe(config: ModelConfig) -> str:
+    return f"L={config.num_layers} NH={config.num_heads} C={config.channels} V={config.vocab_size} maxT={config.max_seq_len}"
+
+
+def check_lengths(s: Settings, config: ModelConfig):
+    """Raise UserError unless the model knows as many positions as T and a sample ask for."""
+    if s.sequence_length > config.max_seq_len:
+        raise UserError(f"-t {s.sequence_length}: the model knows {config.max_seq_len} positions; use -t {config.max_seq_len} or less")
+    if s.sample_every > 0 and s.sample_length > config.max_seq_len:
+        raise UserError(f"-g {s.sample_length}: the model knows {config.max_seq_len} positions; use -g {config.max_seq_len} or less")
+
+
+def check_batch(s: Settings, world: World) -> int:
+    """Raise UserError unless B and T divide the total batch; gradient accumulation steps."""
+    per_micro_step = s.batch_size * s.sequence_length * world.num_processes
+    total = per_micro_step if s.total_batch_size == -1 else s.total_batch_size
+    if total % per_micro_step:
+        below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
+        choice = f"{below} or {above}" if below else above
+        raise UserError(
+            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; "
+            f"use -d {choice}"
+        )
+    return total // per_micro_step
+
+
+def check_attention(config: ModelConfig, precision: str, backend):
+    head_size = config.channels // config.num_heads
+    if backend.kind == "cuda" and precision == "bf16" and (head_size % 8 or head_size > 256):
+        raise UserError(
+            f"heads of size {head_size}: flash attention on CUDA takes multiples of 8 up to 256 in bf16; "
+            "use an fp32 model with --precision fp32, or --device cpu"
+        )
+
+
+def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
+    """What the plan depends on. Where -b or -r is still auto, 1 and 0 stand in. Raises UserError for a form the model cannot have."""
+    master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
+    if precision == "fp32" and "bf16" in (s.grad_dtype, {"bits16": "bf16"}.get(master)):
+        wish = "--master bits16" if master == "bits16" else "--grad-dtype bf16"
+        raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
+    if s.offload_residual and kind != "cuda":
+        raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
+    return PlanOptions(
+        config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
+        recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
+        grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
+        head_chunk=s.head_chunk, sample_length=s.sample_length,
+    )  # fmt: skip
+
+
+def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, world: World, row=None) -> tuple[Settings, list[str]]:
+    """The settings with -b auto or -r auto decided, and a line with the reason.
+
+    row() gives the tokens in a row that the data have; None where they are not to be looked at. Raises NotEnoughMemory
+    where nothing fits, and UserError where that cannot be known.
+    """
+    if "auto" not in (s.batch_size, s.recompute):
+        return s, []
+    if s.batch_size == "auto" and model.resume_step is not None and (written := written_batch_size(s, model, world)):
+        return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
+    if budget is None:
+        raise UserError("auto chooses what fits, and --plan asks no GPU how much it has; say --memory-budget, such as h100-80 or 24GiB")
+    if s.recompute == "auto":
+        level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world))
+        return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
+    sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
+    most = None if row is None else row() // (s.sequence_length * world.num_processes)
+    B, reason = choose_batch(options, budget.auto_bytes, sequences, most)
+    return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
+
+
+def written_batch_size(s: Settings, model, world: World) -> int | None:
+    """-b of the run that wrote the checkpoint to resume from; None for llm.c's, which do not say."""
+    from llmc.checkpoint.state_file import read_extra
+
+    path = extra_path(s.output_dir, model.resume_step, world.rank)
+    B = read_extra(path).get("B")
+    if B is not None and (type(B) is not int or B < 1):
+        raise UserError(f"{path} says B {B!r}; expected a number of sequences, so it is damaged: resume from another checkpoint")
+    return B
+
+
+def plan_text(s: Settings) -> str:
+    """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
+    refuse_unbuilt(s)
+    model, world = choose_model(s), World()
+    check_precision(s, model)
+    check_lengths(s, model.config)
+    budget = parse_budget(s.memory_budget) if s.memory_budget else None
+    kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
+    precision = model.precision or likely_precision(s.precision, kind)
+    if budget is None and kind == "cpu":
+        budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
+    s, reasons = settle(s, model, plan_options(s, model.config, precision, kind), budget, world)
+    grad_accum_steps = check_batch(s, world)
+    options = plan_options(s, model.config, precision, kind)
+    if s.json:
+        tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
+        return json.dumps(plan_json(options, grad_accum_steps, budget) | tensors, indent=1)
+    if s.tensors:
+        return tensors_table(Plan(options))
+    return "\n".join([*reasons, plan_table(options, grad_accum_steps, budget)])
+
+
+def check_precision(s: Settings, model):
+    if model.precision and s.precision not in ("auto", model.precision):
+        raise UserError(
+            f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; "
+            f"leave --precision out, or start from a {s.precision} file"
+        )
+
+
+def training_data(s: Settings) -> tuple[str, str]:
+    """The shards to train on, and the flag that named them."""
+    return (s.val_data, "-j") if s.overfit_single_batch else (s.train_data, "-i")
+
+
+def longest_rows(s: Settings) -> int:
+    """Tokens in a row that every shard of this run has."""
+    from llmc.data.shards import longest_row
+
+    rows = [longest_row(*training_data(s))]
+    return min(rows + [longest_row(s.val_data, "-j")] if s.val_loss_every > 0 else rows)
+
+
+def run_budget(s: Settings, backend) -> Budget:
+    """What the plan must fit in: --memory-budget, or what the device has free; never more than that."""
+    free = Budget(backend.free_bytes(), f"free on {backend.name}", reserve=RESERVE[backend.kind])
+    wish = parse_budget(s.memory_budget) if s.memory_budget else free
+    return min(wish, free, key=lambda budget: budget.bytes)

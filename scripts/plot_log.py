@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Draw the logs of one or several runs over the step: loss, learning rate, gradient norm, tokens/s.
+
+    python scripts/plot_log.py log_d6                              a folder with main.log and speed.log
+    python scripts/plot_log.py log_a/main.log out.txt -o both.png --labels llmc llm.c
+
+A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or what a run printed, captured in a file. tokens/s
+of a main.log come from the speed.log beside it; printed ones are the trainer's running mean. Of a step that a log holds twice
+the later line counts. Steps are counted from 0, as in main.log. Needs matplotlib.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from llmc.errors import UserError, run_script
+from llmc.logger import LOG_NAME, SPEED_NAME
+from scripts.plotting import SPEED_LINE, check_picture, new_figure, read_lines, read_speed, save_picture
+
+N = r"[-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?)"
+# a group's name is the series it goes to; step, printed and resumed say where in it
+FORMS = (
+    re.compile(rf"s:(?P<step>\d+) trl:(?P<loss>{N})(?: lr:(?P<lr>{N}) norm:(?P<norm>{N}))?"),  # llm.c's older logs end after trl
+    re.compile(rf"s:(?P<step>\d+) tel:(?P<val>{N})"),
+    re.compile(rf"s:(?P<step>\d+) eval:(?P<accuracy>{N})"),
+    SPEED_LINE,
+    re.compile(
+        rf"step +(?P<printed>\d+)/\d+ \| (?:train )?loss +(?P<loss>{N})\b.*?\| norm +(?P<norm>{N})\b.*?\| lr (?P<lr>{N})\b"
+        rf".*?\b(?P<speed>{N}) tok/s\)?"
+    ),
+    re.compile(rf"val loss (?P<val>{N})"),
+    re.compile(rf"HellaSwag: \d+/\d+ = (?P<accuracy>{N})"),
+    re.compile(r"resuming at step (?P<resumed>\d+) .*"),
+)
+SERIES = ("loss", "val", "accuracy", "lr", "norm", "speed")
+COLOURS = ("#1f77b4", "#d95f02", "#2a9d4a", "#b0338c", "#7a5a3c", "#555555", "#17a2b8", "#b8a000")
+TITLES = {
+    "loss": "loss (nats per token)", "lr": "learning rate", "norm": "gradient norm before clipping (log scale)",
+    "speed": "speed (tokens/s)", "accuracy": "HellaSwag accuracy",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One run. series: for each of SERIES, step -> value, in order of steps; train loss and what goes with it from step 0."""
+
+    label: str
+    series: dict[str, dict[int, float]]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", metavar="LOG", type=Path, nargs="+", help="a main.log, a folder with one, or a run's captured output")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, default=Path("log.png"), help="the picture: .png, .svg or .pdf [%(default)s]"
+    )
+    parser.add_argument("--labels", metavar="NAME", nargs="+", help="a name for each LOG [its folder's or its own]")
+    args = parser.parse_args(argv)
+    if args.labels and len(args.labels) != len(args.logs):
+        raise UserError(f"--labels has {len(args.labels)} names for {len(args.logs)} logs; give one for each")
+    check_picture(args.output)
+    logs = [Log(label, read_series(path)) for label, path in zip(args.labels or labels_of(args.logs), args.logs)]
+    print(*map(summary, logs), sep="\n")
+    save_picture(draw(logs), args.output)
+
+
+# --- reading
+
+
+def labels_of(paths: list[Path]) -> list[str]:
+    """Short names: the folder's for a main.log or a folder, else the file's own; the whole path where that is not unique."""
+    names = [(path.parent if path.name == LOG_NAME else path).resolve().name for path in paths]
+    return [name if name and names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
+
+
+def read_series(path: Path) -> dict[str, dict[int, float]]:
+    """Log.series of a log file or a run's folder. Raises UserError where there is nothing to draw."""
+    if path.is_dir():
+        if not (path / LOG_NAME).is_file():
+            raise UserError(f"{path} holds no {LOG_NAME}; give the folder that train_gpt2.py -o wrote, or a log file")
+        path /= LOG_NAME
+    series = parse_lines(read_lines(path))
+    if not any(series.values()):
+        raise UserError(
+            f"{path} holds no line of a {LOG_NAME} (s:0 trl:...) and none that a run prints (step 1/10 | loss ...); give another log"
+        )
+    beside = path.with_name(SPEED_NAME)
+    if path.name == LOG_NAME and beside.is_file():
+        series["speed"] = {step: speed for step, (_, speed) in sorted(read_speed(beside).items())}
+    return series
+
+
+def parse_lines(lines) -> dict[str, dict[int, float]]:
+    """Log.series of the lines that are in one of FORMS; the others are skipped.
+
+    A printed evaluation does not name its step. It measured the weights before the step that is printed next, or, at the
+    end of a run, those after the last.
+    """
+    series, evaluated, reached = {name: {} for name in SERIES}, {}, 0
+
+    def put(step, values):
+        for name, value in values.items():
+            series[name][step] = value
+
+    for line in lines:
+        found = next(filter(None, (form.fullmatch(line) for form in FORMS)), None)
+        if not found:
+            continue
+        values = {name: float(text) for name, text in found.groupdict().items() if text is not None}
+        values.pop("ms", None)
+        if "step" in values:
+            put(int(values.pop("step")), values)
+        elif "printed" in values:
+            reached = int(values.pop("printed"))  # counted from 1
+            put(reached - 1, evaluated | values)
+            evaluated = {}
+        elif "resumed" in values:  # outputs of a crashed and of the next run in one file
+            put(reached, evaluated)
+            reached, evaluated = int(values["resumed"]), {}
+        else:
+            evaluated |= values
+    put(reached, evaluated)
+    return {name: dict(sorted(points.items())) for name, points in series.items()}
+
+
+def summary(log: Log) -> str:
+    """One line: how far the run came, and how well and fast."""
+    loss, val, speed = (log.series[name] for name in ("loss", "val", "speed"))
+    parts = [f"{len(loss)} steps, last train loss {list(loss.values())[-1]:.4f}" if loss else "no training step"]
+    finite = {step: value for step, value in val.items() if isfinite(value)}
+    if finite:
+        best = min(finite, key=finite.get)
+        parts.append(f"best validation loss {finite[best]:.4f} at step {best}")
+    else:
+        parts.append("no finite validation loss" if val else "no validation loss")
+    parts.append(f"median {statistics.median(speed.values()):.0f} tok/s" if speed else "no tok/s")
+    return f"{log.label}: {', '.join(parts)}"
+
+
+# --- drawing
+
+
+def draw(logs: list[Log]):
+    """The figure: four panels, and a fifth where a log has HellaSwag scores."""
+    scored = any(log.series["accuracy"] for log in logs)
+    names = [["loss", "lr"], ["norm", "speed"], *([["accuracy", "accuracy"]] if scored else [])]
+    figure = new_figure(9, 8 if scored else 6.2)
+    panels = figure.subplot_mosaic(names, sharex=True, height_ratios=[1, 1, 0.7][: len(names)])
+    for log, colour in zip(logs, COLOURS * len(logs)):
+        draw_line(panels["loss"], log, "loss", colour, linewidth=0.7, alpha=0.7)
+        draw_line(panels["loss"], log, "val", colour, linewidth=1.2, marker="o", markersize=4, markeredgecolor="white", markeredgewidth=0.6)
+        draw_line(panels["lr"], log, "lr", colour, linewidth=1.5)
+        draw_line(panels["norm"], log, "norm", colour, linewidth=0.8)
+        draw_line(panels["speed"], log, "speed", colour, linewidth=0.8)
+        if scored:
+            draw_line(panels["accuracy"], log, "accuracy", colour, linewidth=1.2, marker="o", markersize=4)
+    for name, panel in panels.items():
+        panel.set_title(TITLES[name], fontsize=11)
+        panel.tick_params(labelbottom=True)
+        if name in names[-1]:
+            panel.set_xlabel("step")
+        if panel.lines:
+            panel.grid(alpha=0.25)
+            scale(panel, name)
+        else:
+            why = f"nothing to show: no {SPEED_NAME} beside {LOG_NAME}" if name == "speed" else "nothing to show"
+            panel.text(0.5, 0.5, why, transform=panel.transAxes, ha="center", va="center", color="#666666")
+            panel.set_yticks([])
+    add_legends(figure, panels["loss"], logs)
+    return figure
+
+
+def scale(panel, name: str) -> None:
+    """The y axis of a panel that has lines."""
+    from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+
+    values = np.concatenate([line.get_ydata() for line in panel.lines])
+    if name in ("lr", "speed"):
+        panel.set_ylim(0, 1.1 * np.nanmax(values) or 1)
+    if name == "lr":
+        panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    elif name == "speed":
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+    elif name == "norm":
+        panel.set_yscale("log", nonpositive="mask")
+        if np.nanmax(values) < 1e4 * np.nanmin(values):  # else powers of ten are enough
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.yaxis.set_major_formatter("{x:g}")
+    elif name == "accuracy":
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+
+
+def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
+    """One series of a log; nan and inf are gaps, and a series without any finite value, or a norm above 0, is left out."""
+    lowest = 0.0 if name == "norm" else float("-inf")
+    points = {step: value if isfinite(value) and value > lowest else nan for step, value in log.series[name].items()}
+    if not any(map(isfinite, points.values())):
+        return
+    if len(points) == 1:
+        style.setdefault("marker", "o")  # a line of one point shows nothing
+    panel.plot(list(points), np.array(list(points.values())), color=colour, label=name, **style)
+
+
+def add_legends(figure, panel, logs: list[Log]) -> None:
+    """Which colour is which log, above the panels; which line is which loss, in their panel."""
+    from matplotlib.lines import Line2D
+
+    drawn = {line.get_label() for line in panel.lines}
+    forms = {"loss": ("training", dict(linewidth=0.8)), "val": ("validation", dict(linewidth=1.2, marker="o", markersize=4))}
+    colour = COLOURS[0] if len(logs) == 1 else "#444444"
+    handles = [Line2D([], [], color=colour, label=label, **style) for name, (label, style) in forms.items() if name in drawn]
+    if handles:
+        panel.legend(handles=handles, fontsize=9)
+    if len(logs) == 1:
+        figure.suptitle(logs[0].label, fontsize=12)
+        return
+    handles = [Line2D([], [], color=colour, linewidth=2.5, label=log.label) for log, colour in zip(logs, COLOURS * len(logs))]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(logs)), fontsize=10, frameon=False)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,209 @@
+"""What a step costs on paper, against sums made by hand here, and against the operations that a real model runs."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from case_a import CONFIG
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmc.config import ModelConfig, config_from_descriptor
+from llmc.gpt2 import GPT2
+from llmc.memory.cost import Cost, extra_flops_percent, step_cost
+from llmc.memory.ladder import NOT_KEPT, backward_schedule, segments
+from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.tables import FORWARD_STAGES, num_parameters
+
+D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
+ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
+LEVELS = tuple(NOT_KEPT)
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def sizes(o):
+    """B, T, C, L, Vp."""
+    return o.B, o.T, o.config.channels, o.config.num_layers, o.config.padded_vocab_size
+
+
+# ----------------------------------------------------------------------------
+# FLOPs
+
+
+@pytest.mark.parametrize("config, B, T", [(D12, 64, 1024), (D48, 16, 1024), (ODD, 3, 7)], ids=["d12", "d48", "odd"])
+def test_flops_at_level_0_are_6_per_matmul_weight_and_token_and_attention(config, B, T):
+    """Matmul weights are qkv 3CC, attproj CC, fc 4CC and fcproj 4CC in each layer, and the head; layernorms, biases and positions
+    multiply nothing. Attention is two products forward and five backward, of which the mask leaves half."""
+    o = PlanOptions(config, B, T, recompute=0)
+    C, L, Vp = config.channels, config.num_layers, config.padded_vocab_size
+    matmul_weights = 12 * L * C * C + Vp * C
+    attention = L * (2 * B * T * T * C + 5 * B * T * T * C)
+    assert step_cost(o).flops == 6 * matmul_weights * B * T + attention
+
+
+def test_flops_of_d12_as_a_number():
+    """6 x (84934656 + 38633472) x 65536 + 7 x 12 x 64 x 1024 x 1024 x 768, by hand."""
+    assert step_cost(PlanOptions(D12, 64, 1024, recompute=0)).flops == 48_588_965_019_648 + 4_329_327_034_368
+
+
+def test_flops_do_not_depend_on_types_device_or_head_chunk():
+    plain = step_cost(PlanOptions(ODD, 3, 7)).flops
+    for change in ({"precision": "fp32"}, {"device": "cuda"}, {"head_chunk": 2}, {"optimizer_state": "bf16"}, {"grad_dtype": "fp32"}):
+        assert step_cost(PlanOptions(ODD, 3, 7, **change)).flops == plain
+
+
+def stage_flops(name, B, T, C):
+    """Written out once more, from the shapes of each stage's product."""
+    forward = {"qkv": 2 * B * T * C * 3 * C, "attproj": 2 * B * T * C * C, "fc": 2 * B * T * C * 4 * C, "fcproj": 2 * B * T * 4 * C * C}
+    if name == "attention":
+        return 2 * B * T * T * C
+    if name == "attention_backward":
+        return 5 * B * T * T * C
+    of = name.removesuffix("_backward")
+    return forward.get(of, 0) * (2 if name != of else 1)
+
+
+@every_level
+@pytest.mark.parametrize("L", [1, 2, 3, 12, 48])
+def test_flops_are_those_of_a_walk_through_the_step(level, L):
+    """Every block forward, segment by segment forward again and then backward by the schedule, and the head."""
+    config = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=L, num_heads=5, channels=35, padded_vocab_size=103)
+    o = PlanOptions(config, 3, 7, recompute=level)
+    B, T, C, _, Vp = sizes(o)
+    s, ran = segments(level, L), []
+    ran += [stage.name for _ in range(L) for stage in FORWARD_STAGES]
+    for span, again in zip(reversed(s.spans), reversed(s.again)):
+        ran += [stage.name for _ in again for stage in FORWARD_STAGES]
+        ran += [stage.name for _ in span for stage in backward_schedule(level)]
+    assert step_cost(o).flops == sum(stage_flops(name, B, T, C) for name in ran) + 6 * B * T * Vp * C
+
+
+@every_level
+@pytest.mark.parametrize("L", [3, 7])
+def test_flops_are_those_that_a_real_model_runs(level, L):
+    """torch counts the matmuls of a step as they happen; attention, which it does not know on a CPU, by the stages that ran."""
+    config = replace(CONFIG, num_layers=L)
+    o = PlanOptions(config, 2, 16, precision="fp32", recompute=level, head_chunk=10, device="cpu")  # 32 rows: chunks of 10 and a rest
+    B, T, C, _, _ = sizes(o)
+    model, ran = GPT2(Plan(o)), Counter()
+    run = model._run
+
+    def counting(stages, layer):
+        ran.update(stage.__name__ for stage in stages)
+        run(stages, layer)
+
+    model._run = counting
+    tokens = np.zeros((2, 16), dtype=np.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.forward(tokens)
+        model.backward(tokens)
+    attention = ran["_attention"] * 2 * B * T * T * C + ran["_attention_backward"] * 5 * B * T * T * C
+    assert ran["_attention"] >= L and ran["_attention_backward"] == L
+    assert step_cost(o).flops == counter.get_total_flops() + attention
+
+
+# ----------------------------------------------------------------------------
+# what recomputing costs
+
+
+BLOCKS_AGAIN = {3: 1, 12: 6, 48: 36}  # on paper: L = 3 in segments of 2, 12 in four of 3, 48 in six of 7 and one of 6
+
+
+def by_hand(o):
+    """Percent above level 0, from the design's column "what is run again"."""
+    B, T, C, L, Vp = sizes(o)
+    product, attention = B * T * C * C, B * T * T * C
+    fc, qkv, attproj, fcproj = 8 * product, 6 * product, 2 * product, 8 * product
+    block = qkv + 2 * attention + attproj + fc + fcproj
+    again = {
+        3: L * fc,
+        4: L * (fc + qkv),
+        5: L * (fc + qkv + 2 * attention + attproj),  # the whole block, but for the product that makes its output
+    }  # fmt: skip
+    again[6] = again[5] + BLOCKS_AGAIN[L] * block
+    return 100 * again.get(o.recompute, 0) / (3 * L * block + L * attention + 6 * B * T * Vp * C)
+
+
+@every_level
+@pytest.mark.parametrize("config, B, T", [(D12, 64, 1024), (D48, 16, 1024), (D48, 1, 77), (CONFIG, 3, 7)])
+def test_extra_flops_are_those_the_design_says_are_run_again(config, B, T, level):
+    o = PlanOptions(config, B, T, recompute=level)
+    assert extra_flops_percent(o) == pytest.approx(by_hand(o), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("config, B, T", [(D12, 64, 1024), (D48, 16, 1024), (ODD, 3, 7)])
+def test_levels_0_to_2_cost_no_flops_and_each_above_costs_more_than_the_one_below(config, B, T):
+    extra = [extra_flops_percent(PlanOptions(config, B, T, recompute=level)) for level in LEVELS]
+    assert extra[:3] == [0, 0, 0]
+    assert 0 < extra[3] < extra[4] < extra[5] < extra[6] < 100 / 3 * 2  # the worst is two more forwards, each under a third of a step
+
+
+def test_extra_flops_are_relative_to_level_0_whatever_the_batch_and_the_types():
+    for level in LEVELS:
+        one = extra_flops_percent(PlanOptions(D12, 1, 1024, recompute=level))
+        assert one == pytest.approx(extra_flops_percent(PlanOptions(D12, 64, 1024, recompute=level, precision="fp32", device="cuda")))
+
+
+# ----------------------------------------------------------------------------
+# bytes
+
+
+FORMS = (
+    # options, bytes per parameter that the update moves: gradient read twice, the rest read and written
+    ({"precision": "fp32"}, 2 * 4 + 2 * (4 + 4 + 4)),
+    ({"precision": "bf16"}, 2 * 2 + 2 * (2 + 4 + 4 + 4)),
+    ({"precision": "bf16", "master": "bits16"}, 2 * 2 + 2 * (2 + 2 + 4 + 4)),
+    ({"precision": "bf16", "master": "none"}, 2 * 2 + 2 * (2 + 4 + 4)),
+    ({"precision": "bf16", "optimizer_state": "bf16"}, 2 * 2 + 2 * (2 + 4 + 2 + 2)),
+    ({"precision": "bf16", "grad_dtype": "fp32"}, 2 * 4 + 2 * (2 + 4 + 4 + 4)),
+)
+
+
+@every_level
+@pytest.mark.parametrize("form, update_bytes", FORMS)
+def test_a_step_is_its_micro_steps_and_one_update(form, update_bytes, level):
+    """FLOPs and bytes grow with the number of micro-steps; what is left over is the update's, which has no matmul."""
+    o = PlanOptions(ODD, 3, 7, recompute=level, **form)
+    one, two, nine = (step_cost(o, n) for n in (1, 2, 9))
+    update = 2 * one.bytes - two.bytes
+    assert update == update_bytes * num_parameters(ODD)
+    assert nine.bytes - update == 9 * (one.bytes - update) > 0
+    assert nine.flops == 9 * one.flops
+
+
+@pytest.mark.parametrize("precision, element", [("fp32", 4), ("bf16", 2)])
+def test_bytes_of_a_level_are_those_of_what_it_runs_again(precision, element):
+    """Each stage that runs again reads what it reads and writes what it writes: gelu, then both layernorms, then fc, then qkv."""
+    o = PlanOptions(D12, 4, 512, precision=precision)
+    B, T, C, L, _ = sizes(o)
+    row = B * T * C * element
+    moved = [step_cost(replace(o, recompute=level)).bytes for level in range(5)]
+    layernorm = 2 * row + 2 * 4 * B * T + 2 * C * element  # input and output, mean and rstd in fp32, weight and bias
+    assert moved[1] - moved[0] == L * (4 + 4) * row
+    assert moved[2] - moved[1] == L * 2 * layernorm
+    assert moved[3] - moved[2] == L * ((1 + 4) * row + (4 * C * C + 4 * C) * element)
+    assert moved[4] - moved[3] == L * ((1 + 3) * row + (3 * C * C + 3 * C) * element)
+
+
+def test_bytes_halve_with_the_size_of_an_element_but_for_what_stays_fp32():
+    """Statistics and attention's lse, read and written a few times a step, are the only bytes that bf16 does not halve."""
+    B, T, L, NH = 4, 512, D12.num_layers, D12.num_heads
+    form = dict(head_chunk=1024, master="none", recompute=0)
+    wide, narrow = (step_cost(PlanOptions(D12, B, T, precision=p, optimizer_state=p, **form)).bytes for p in ("fp32", "bf16"))
+    # per layer: two layernorms of a mean and an rstd, written, read by the normalising and by backward; lse written and read
+    assert 2 * narrow - wide == L * 4 * (2 * 2 * 3 * B * T + 2 * B * NH * T)
+
+
+def test_intensity_is_flops_per_byte():
+    assert Cost(flops=300, bytes=4).intensity == 75
+    cost = step_cost(PlanOptions(D12, 4, 1024), 3)
+    assert cost.intensity == cost.flops / cost.bytes
+
+
+def test_intensity_grows_with_the_batch_and_with_micro_steps():
+    """Weights are read once for more rows, and the update is paid once for more micro-steps."""
+    by_batch = [step_cost(PlanOptions(D12, B, 1024, device="cuda")).intensity for B in (1, 2, 4, 8)]
+    by_micro_steps = [step_cost(PlanOptions(D12, 1, 1024, device="cuda"), n).intensity for n in (1, 2, 4, 8)]
+    for rising in (by_batch, by_micro_steps):
+        assert rising == sorted(rising) and len(set(rising)) == len(rising)
