@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from llmc.files import read_part
-from llmc.layers.adamw import TensorState, adamw_update, pieces_of, read_master, write_master
+from llmc.layers.adamw import TensorState, adamw_update, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
@@ -307,7 +307,8 @@ class GPT2:
     def round_weights_from_master(self):
         """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
         for tensor, piece in self._weight_pieces():
-            write_master(tensor, piece, read_master(tensor, piece, self.acts), self.acts)
+            values = read_master(tensor, piece, self.acts)
+            write_master(tensor, piece, values, *piece_noise(piece, tensor.seed, self.acts))
 
     def master_pieces(self):
         """The fp32 weights that the next update starts from, flat, in file order, a piece at a time; each is overwritten by the next."""
@@ -325,7 +326,7 @@ class GPT2:
             values = torch.from_numpy(read_part(master, at, n)).to(self.device)
             if tensor.master is not None:
                 tensor.master[piece.flat].copy_(values)
-            write_master(tensor, piece, values, self.acts)
+            write_master(tensor, piece, values, *piece_noise(piece, tensor.seed, self.acts))
             at += n
 
     def _weight_pieces(self):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmc.layers.adamw import TensorState, adamw_update, round_piece, rounding_pieces
+from llmc.layers.adamw import TensorState, adamw_update, piece_noise, rounding_pieces
 from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
@@ -96,12 +96,18 @@ def rounded_bits(value_bits, noise_bits):
     return ((value_bits >> 16) + ((value_bits & 0xFFFF) > (noise_bits & 0xFFFF))) & 0xFFFF
 
 
-def rounded(values, seed, *, layers=1):
-    """A flat tensor of `layers` equal slices, rounded element by element in Python: bf16."""
+def rounded(values, seed, *, layers=1, threshold=lambda noise: noise):
+    """A flat tensor of `layers` equal slices, rounded element by element in Python: bf16. The lower half of `threshold` counts."""
     n = len(values) // layers
     integers = values.view(torch.int32).tolist()
-    out = [rounded_bits(v & 0xFFFFFFFF, noise_of_element(i % n, i // n, seed)) for i, v in enumerate(integers)]
+    out = [rounded_bits(v & 0xFFFFFFFF, threshold(noise_of_element(i % n, i // n, seed))) for i, v in enumerate(integers)]
     return torch.from_numpy(np.array(out, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+def round_piece(param, master, piece, seed, scratch):
+    """A piece of a weight as the update rounds it."""
+    noise, work = piece_noise(piece, seed, scratch)
+    round_to_bf16(param.view(noise.shape), master.view(noise.shape), noise, work)
 
 
 def rounding_scratch(room):

@@ -129,6 +129,7 @@ OUTSIDE = {
         "noise_work",
         "update_gradient",
         "update_parameter",
+        "noise_moments",
         "update_m",
         "update_v",
     },

@@ -17,14 +17,12 @@ from llmc.memory.plan import ROUNDING_BLOCK
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
 
-M_SEED, V_SEED = 0x9E3779B9, 0x3C6EF372  # the noise of a weight, of its m and of its v must not be the same
-
-
 def adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_divisor):
     """One update of every tensor in `tensors`.
 
     tensors  list of TensorState; all of one model, in file order, with their seeds
-    scratch  fp32 views update_gradient, update_parameter, update_m, update_v and int32 noise, noise_work, as the plan has them
+    scratch  fp32 views update_gradient, update_parameter, update_m, update_v and int32 noise, noise_work, noise_moments, as the
+             plan has them
     lr, weight_decay floats; step counts from 1; grad_divisor >= 1 clips the gradient. Gradients in fp32 are divided in
     place and so destroyed.
     """
@@ -39,10 +37,10 @@ def adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_divisor):
                 [param], [grad], [m], [v], [], [step], lr=lr, beta1=BETA1, beta2=BETA2, eps=EPSILON,
                 weight_decay=weight_decay if t.decay else 0.0, amsgrad=False, maximize=False, grad_scale=divisor,
             )  # fmt: skip
-            write_master(t, piece, param, scratch)
+            noise, work = piece_noise(piece, t.seed, scratch) if "noise" in scratch else (None, None)
             if t.m.dtype != torch.float32:
-                round_piece(t.m[piece.flat], m, piece, t.seed ^ M_SEED, scratch)
-                round_piece(t.v[piece.flat], v, piece, t.seed ^ V_SEED, scratch)
+                round_moments(t.m[piece.flat], t.v[piece.flat], m, v, noise, work, scratch["noise_moments"])
+            write_master(t, piece, param, noise, work)
 
 
 def _widened(tensor, scratch, name):
@@ -69,21 +67,34 @@ def read_master(t, piece, scratch):
     if t.bits is None:
         return t.master[piece.flat] if t.master is not None else _widened(param, scratch, "parameter")
     values = scratch["update_parameter"][: len(param)]
-    noise, work = _noise(piece, t.last_seed, scratch)
+    noise, work = piece_noise(piece, t.last_seed, scratch)
     shape = noise.shape
     join_bits(values.view(shape), param.view(shape), t.bits[piece.flat].view(shape), noise, work)
     return values
 
 
-def write_master(t, piece, values, scratch):
-    """Keep the fp32 `values` of a piece, and make its bf16 weights from them, rounded with this step's seed.
+def write_master(t, piece, values, noise, work):
+    """Keep the fp32 `values` of a piece, and make its bf16 weights from them, rounded with the piece's noise, which is destroyed.
 
     `values` is what read_master gave, updated: fp32 weights or a master of their own have changed in place.
     """
     if t.bits is not None:
         low_bits(t.bits[piece.flat], values)
     if t.param.dtype != torch.float32:
-        round_piece(t.param[piece.flat], values, piece, t.seed, scratch)
+        round_to_bf16(t.param[piece.flat].view(noise.shape), values.view(noise.shape), noise, work)
+
+
+def round_moments(m_out, v_out, m, v, noise, work, room):
+    """m_out, v_out (bf16) = stochastic roundings of m and v (fp32), all flat; room is int32, at least as many.
+
+    A weight's rounding looks at the lower half of its noise. m's looks at the upper half, v's at both halves xor-ed: each
+    pair of the three is independent, for one hash.
+    """
+    threshold = room[: noise.numel()].view(noise.shape)
+    torch.bitwise_right_shift(noise, 16, out=threshold)
+    round_to_bf16(m_out.view(noise.shape), m.view(noise.shape), threshold, work)
+    torch.bitwise_right_shift(noise, 16, out=threshold).bitwise_xor_(noise)
+    round_to_bf16(v_out.view(noise.shape), v.view(noise.shape), threshold, work)
 
 
 def pieces_of(t, scratch):
@@ -120,13 +131,7 @@ def rounding_pieces(layers, n_elements, room):
                 yield RoundingPiece(layer, 1, start, min(length, n - start), n)
 
 
-def round_piece(param, master, piece, seed, scratch):
-    """param (bf16) = stochastic rounding of master (fp32), both flat, at the contract's noise positions."""
-    noise, work = _noise(piece, seed, scratch)
-    round_to_bf16(param.view(noise.shape), master.view(noise.shape), noise, work)
-
-
-def _noise(piece, seed, scratch):
+def piece_noise(piece, seed, scratch):
     """Rounding noise of a piece, (layers, length) int32, and as much working room.
 
     Element k of layer l: x = k mod 512, y = (k div 512) * 512 + l.

@@ -364,6 +364,7 @@ def _update_rows(o: PlanOptions):
     if o.precision != "fp32" and not o.keeps_master:
         yield "update_parameter", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":
+        yield "noise_moments", "scratch", "U", "int32", update
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
 
