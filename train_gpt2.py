@@ -18,6 +18,7 @@ import shutil
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import choose_precision, measure_matmul_tflops, open_backend
+from llmc.backend import available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
 from llmc.checkpoint.store import extra_path, prepare_folder
 from llmc.config import ModelConfig
 from llmc.distributed import open_world
@@ -229,6 +230,11 @@ def build_model(run):
         raise NotEnoughMemory(
             f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
             plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.source.resume_step is not None,
+        )  # fmt: skip
+    if plan.host_bytes > available_host_bytes():
+        raise NotEnoughMemory(
+            f"--offload-residual needs {in_mib(plan.host_bytes)} MiB of host memory, and there are {available_host_bytes() // MIB} MiB",
+            replace(plan.options, offload_residual=False), budget.bytes, run.grad_accum_steps,
         )  # fmt: skip
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.snapshot import load_weights

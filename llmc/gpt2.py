@@ -378,5 +378,6 @@ class GPT2:
             matmul_forward(ln, fch, l.fcprojw, l.fcprojb)
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])
-        matmul_forward(a["sample_logits"], ln, p["wte"])
-        return a["sample_logits"][0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
+        logits = a["logits"][:1]
+        matmul_forward(logits, ln, p["wte"])
+        return logits[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()

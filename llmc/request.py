@@ -1,4 +1,4 @@
-"""What a command line asks for: the model, sizes that fit together, a plan, and what auto decides. No device is touched here.
+"""What a command line asks for: the model, sizes that fit together, a plan, and what auto decides. Nothing is allocated here.
 
 Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto may choose fits.
 """
@@ -95,9 +95,9 @@ def check_attention(config: ModelConfig, precision: str, backend):
 def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
     """What the plan depends on. Where -b or -r is still auto, 1 and 0 stand in. Raises UserError for a form the model cannot have."""
     master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
-    if precision == "fp32" and "bf16" in (s.grad_dtype, {"bits16": "bf16"}.get(master)):
-        wish = "--master bits16" if master == "bits16" else "--grad-dtype bf16"
-        raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
+    for wish, asked in (("--master bits16", master == "bits16"), ("--grad-dtype bf16", s.grad_dtype == "bf16")):
+        if asked and precision == "fp32":
+            raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if s.offload_residual and kind != "cuda":
         raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
     return PlanOptions(

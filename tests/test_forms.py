@@ -5,6 +5,7 @@ What is meant to be exact is compared bit for bit; what is rounded is judged by 
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,14 @@ from test_layers import rounded
 from test_loop import ran
 from test_resume import assert_same_end, bf16_model_bytes, files_of
 
+import train_gpt2
+from llmc.cards import Budget
 from llmc.checkpoint.snapshot import load_snapshot, save_snapshot
 from llmc.checkpoint.state_file import read_state
 from llmc.checkpoint.store import state_path
-from llmc.config import ModelConfig
+from llmc.config import ModelConfig, config_from_descriptor
 from llmc.data.shards import LoaderState
+from llmc.errors import NotEnoughMemory
 from llmc.gpt2 import GPT2
 from llmc.layers.rounding import join_bits, low_bits, round_to_bf16
 from llmc.memory.ladder import NOT_KEPT
@@ -315,6 +319,16 @@ def test_with_residuals_in_host_memory_activations_do_not_grow_with_depth():
     assert shallow.arenas["activations"] == deep.arenas["activations"]
     per_layer = 64 * 23 * DEEP.channels * 2
     assert (shallow.host_bytes, deep.host_bytes) == (3 * per_layer, 37 * per_layer)
+
+
+def test_host_memory_that_is_not_there_is_refused_before_anything_is_allocated():
+    """The plan of the device fits; what goes to the host would not. The way out is planned without it."""
+    options = PlanOptions(config_from_descriptor("d48"), 1000, 1024, recompute=5, offload_residual=True, device="cuda")
+    run = SimpleNamespace(plan=Plan(options), budget=Budget(1 << 60, "a lot"), grad_accum_steps=3)
+    run.source = SimpleNamespace(resume_step=None)
+    with pytest.raises(NotEnoughMemory, match="--offload-residual needs .* MiB of host memory") as caught:
+        train_gpt2.build_model(run)
+    assert not caught.value.options.offload_residual and caught.value.grad_accum_steps == 3
 
 
 # ----------------------------------------------------------------------------

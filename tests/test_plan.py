@@ -187,7 +187,7 @@ def alive_at(plan):
     # losses: zeroed at the first micro-step, added to at each, read after the last; sampling and evaluation come after the update
     for i in range(len(events) - 1):
         alive[i].add("losses")
-    sample = {t.name for t in plan.tensors.values() if t.purpose == "sample"}
+    sample = {"logits", *(t.name for t in plan.tensors.values() if t.purpose == "sample")}
     return [*alive, sample]
 
 
@@ -274,6 +274,12 @@ def test_level_2_saves_what_llmc_issue_478_left_open(device):
     one, two = (Plan(PlanOptions(D12, 4, 1024, precision="bf16", recompute=r, device=device)) for r in (1, 2))
     assert one.kept_bytes - two.kept_bytes == 144 * MIB
     assert one.total_bytes - two.total_bytes >= 144 * MIB
+
+
+def test_d24_at_32_sequences_fits_24_gib_on_a_cpu_only_with_recompute():
+    """What a two-core machine can train: storing everything takes 30 GiB, whole blocks run again under 9."""
+    needs = [Plan(PlanOptions(config_from_descriptor("d24"), 32, 1024, recompute=r, device="cpu")).total_bytes / 1024**3 for r in LEVELS]
+    assert needs[0] > 30 and needs[1] > 24 > needs[2] and needs[5] < 9 and needs[6] < 8
 
 
 @pytest.mark.parametrize("config, B, T", [(D12, 4, 1024), (D48, 2, 512), (TINY, 64, 64)])

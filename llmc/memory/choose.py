@@ -1,6 +1,6 @@
 """What fits: the recompute level or micro-batch to take for a budget, and the cheapest ways out when a plan does not fit.
 
-Everything here asks the plan; nothing is estimated. Source of the order of costs: the FLOPs of llmc/memory/cost.py.
+Whether something fits is the plan's word, to the byte. What it costs is FLOPs, and where there are none a guess that only orders.
 """
 
 from dataclasses import dataclass, replace

@@ -323,7 +323,7 @@ def _head_rows(o: PlanOptions):
     yield "lnf", "head", "B T C", "act", ("lnf", "lnf_backward")
     yield "lnf_mean", "head", "B T", "fp32", ("lnf", "lnf_backward")
     yield "lnf_rstd", "head", "B T", "fp32", ("lnf", "lnf_backward")
-    yield "logits", "head", "R Vp", "act", head
+    yield "logits", "head", "R Vp", "act", head, ("sample", "sample")
     if o.precision != "fp32":
         yield "classifier_rows", "head", "Rc Vp", "fp32", head
     yield "classifier_stats", "head", "3 R", "fp32", head
@@ -373,7 +373,7 @@ def _sample_rows():
     """One row through the model, and the keys and values of the positions before it."""
     sample = ("sample", "sample")
     yield "kv_cache", "sample", "L 2 G C", "act", sample
-    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3C"), ("atty", "C"), ("fch", "4C"), ("logits", "Vp")):
+    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3C"), ("atty", "C"), ("fch", "4C")):
         yield f"sample_{name}", "sample", "1 " + shape, "act", sample
     yield "sample_stats", "sample", "2 1", "fp32", sample
     yield "sample_rows", "sample", "3 1 C", "fp32", sample
