@@ -18,7 +18,6 @@ import shutil
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
@@ -110,7 +109,9 @@ def open_run(s: Settings) -> SimpleNamespace:
     precision = choose_precision(source.precision or s.precision, backend)
     check_attention(config, precision, backend)
     budget = run_budget(s, backend)
-    s, reasons = settle(s, source, plan_options(s, config, precision, backend.kind), budget, world, lambda: longest_rows(s))
+    s, reasons = settle(
+        s, source, plan_options(s, config, precision, backend.kind, backend.processors()), budget, world, lambda: longest_rows(s)
+    )
     grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * world.num_processes * grad_accum_steps
 
@@ -134,8 +135,9 @@ def open_run(s: Settings) -> SimpleNamespace:
         notes.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}"
         )
+    plan = Plan(plan_options(s, config, precision, backend.kind, backend.processors()))
     return SimpleNamespace(
-        settings=s, world=world, backend=backend, source=source, plan=Plan(plan_options(s, config, precision, backend.kind)),
+        settings=s, world=world, backend=backend, source=source, plan=plan,
         budget=budget, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size, peak_tflops=peak_tflops, notes=notes,
     )  # fmt: skip
 
@@ -185,7 +187,8 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         prepare_folder(folder)
     record = MemoryRecord(folder, plan, s, backend)
     model = build_model(run)
-    print(*usage_lines(plan, *backend.memory_bytes(), backend.free_bytes()), sep="\n", flush=True)
+    more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
+    print(*usage_lines(plan, *backend.memory_bytes(), more_bytes), sep="\n", flush=True)
     record.phase("build", 0)
 
     run.__dict__.update(
@@ -232,10 +235,10 @@ def build_model(run):
             plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.source.resume_step is not None,
         )  # fmt: skip
     if plan.host_bytes > available_host_bytes():
-        raise NotEnoughMemory(
-            f"--offload-residual needs {in_mib(plan.host_bytes)} MiB of host memory, and there are {available_host_bytes() // MIB} MiB",
-            replace(plan.options, offload_residual=False), budget.bytes, run.grad_accum_steps,
-        )  # fmt: skip
+        raise UserError(
+            f"--offload-residual needs {in_mib(plan.host_bytes)} MiB of host memory, and there are {available_host_bytes() // MIB} MiB; "
+            "use a smaller -b, or leave it out and see --plan"
+        )
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.snapshot import load_weights
     from llmc.gpt2 import GPT2

@@ -54,8 +54,17 @@ class Backend:
         if self.kind == "cuda":
             import torch
 
+            torch.cuda.reset_peak_memory_stats(self.device)  # measuring matmuls took some
             return torch.cuda.memory_allocated(self.device)
         return resident_bytes()
+
+    def processors(self) -> int | None:
+        """Streaming multiprocessors of the card; None for a CPU."""
+        if self.kind != "cuda":
+            return None
+        import torch
+
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def peak_bytes(self) -> int:
         """The most there ever was: of the allocator, or of this process's resident memory."""

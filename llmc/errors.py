@@ -32,7 +32,8 @@ class NotEnoughMemory(Exception):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator said no: torch's of a card or of the host, or Python's."""
-    return isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # the last is cuBLAS's and cuDNN's
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
 def run_script(main, on_interrupt: str = "interrupted") -> None:

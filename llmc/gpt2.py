@@ -323,9 +323,8 @@ class GPT2:
         at = 0
         for tensor, piece in self._weight_pieces():
             n = tensor.param[piece.flat].numel()
-            values = torch.from_numpy(read_part(master, at, n)).to(self.device)
-            if tensor.master is not None:
-                tensor.master[piece.flat].copy_(values)
+            values = self.acts["update_parameter"][:n] if tensor.master is None else tensor.master[piece.flat]
+            values.copy_(torch.from_numpy(read_part(master, at, n)))
             write_master(tensor, piece, values, *piece_noise(piece, tensor.seed, self.acts))
             at += n
 

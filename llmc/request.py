@@ -92,8 +92,11 @@ def check_attention(config: ModelConfig, precision: str, backend):
         )
 
 
-def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) -> PlanOptions:
-    """What the plan depends on. Where -b or -r is still auto, 1 and 0 stand in. Raises UserError for a form the model cannot have."""
+def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str, processors: int | None = None) -> PlanOptions:
+    """What the plan depends on; `processors` of the card, if known. Where -b or -r is still auto, 1 and 0 stand in.
+
+    Raises UserError for a form the model cannot have.
+    """
     master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
     for wish, asked in (("--master bits16", master == "bits16"), ("--grad-dtype bf16", s.grad_dtype == "bf16")):
         if asked and precision == "fp32":
@@ -104,7 +107,7 @@ def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str) ->
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
         grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
-        head_chunk=s.head_chunk, sample_length=s.sample_length,
+        head_chunk=s.head_chunk, sample_length=s.sample_length, **({"processors": processors} if processors else {}),
     )  # fmt: skip
 
 
@@ -121,7 +124,8 @@ def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, worl
     if budget is None:
         raise UserError("auto chooses what fits, and --plan asks no GPU how much it has; say --memory-budget, such as h100-80 or 24GiB")
     if s.recompute == "auto":
-        level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world))
+        resumes = model.resume_step is not None
+        level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world), batch_is_fixed=resumes)
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
     most = None if row is None else row() // (s.sequence_length * world.num_processes)
@@ -148,18 +152,23 @@ def plan_text(s: Settings) -> str:
     check_lengths(s, model.config)
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
+    card = budget.card if budget and kind == "cuda" else None
     precision = model.precision or likely_precision(s.precision, kind)
+    if card and precision == "bf16" and not card.has_bf16:
+        if "bf16" in (model.precision, s.precision):
+            raise UserError(f"{budget.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32 and an fp32 model")
+        precision = "fp32"
+    processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
-    s, reasons = settle(s, model, plan_options(s, model.config, precision, kind), budget, world)
+    s, reasons = settle(s, model, plan_options(s, model.config, precision, kind, processors), budget, world)
     grad_accum_steps = check_batch(s, world)
-    options = plan_options(s, model.config, precision, kind)
+    options = plan_options(s, model.config, precision, kind, processors)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
-        return json.dumps(plan_json(options, grad_accum_steps, budget) | tensors, indent=1)
-    if s.tensors:
-        return tensors_table(Plan(options))
-    return "\n".join([*reasons, plan_table(options, grad_accum_steps, budget)])
+        return json.dumps({"reasons": reasons} | plan_json(options, grad_accum_steps, budget) | tensors, indent=1)
+    table = tensors_table(Plan(options)) if s.tensors else plan_table(options, grad_accum_steps, budget)
+    return "\n".join([*reasons, table])
 
 
 def check_precision(s: Settings, model):

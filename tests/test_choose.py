@@ -478,3 +478,26 @@ def test_ways_out_of_a_resumed_run_can_be_taken(case, tmp_path, batch):
     for flags in flags_listed(result.err):
         taken = run(*command, flags)
         assert taken.code == 0 and len(losses(taken.out)) == 1, f"{flags}: {taken.err}"
+
+
+@pytest.mark.parametrize("name, B, budget_from", [("d12", 88, 86), ("d12", 96, 80)])
+def test_auto_s_batch_fits_where_fewer_sequences_need_more(name, B, budget_from):
+    """Placement is greedy, so memory dips here and there: whatever divides the step, what is chosen has a plan that fits."""
+    o = PlanOptions(config_from_descriptor(name), 1, 1024, recompute=6, device="cuda")
+    budget = total(replace(o, B=B))
+    chosen, _ = choose_batch(o, budget, budget_from)
+    assert total(replace(o, B=chosen)) <= budget and budget_from % chosen == 0
+
+
+def test_cards_without_bf16_are_planned_in_fp32():
+    told = json.loads(ran("--plan --json -e d12 -b 4 --memory-budget t4"))
+    assert (told["precision"], told["device"]) == ("fp32", "cuda")
+    refused = run("--plan -e d12 --precision bf16 --memory-budget v100")
+    assert refused.code == 2 and "v100-16 has no bf16 arithmetic" in refused.err
+
+
+def test_the_reason_of_auto_is_in_every_form_of_the_plan():
+    command = "--plan -e d12 -b auto -t 1024 -r 3 --memory-budget 4090"
+    reason = ran(command).splitlines()[0]
+    assert reason.startswith("-b auto takes -b ")
+    assert json.loads(ran(command, "--json"))["reasons"] == [reason] and ran(command, "--tensors").splitlines()[0] == reason

@@ -73,6 +73,8 @@ def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_we
         print(f"{path} holds fp32 master weights, which a run without them leaves unused")
     model.rng.state, model.rng_state_last_update = state.rng_state, state.rng_state_last_update
     load_weights(model_path(folder, step), model)
+    if model.plan.options.optimizer_state != "fp32":
+        print(f"m and v of {path} are rounded to {model.plan.options.optimizer_state}, unless they were as short when written")
     for name in ("m", "v"):
         fill(model.flat[name], tensors[name])
     if state.use_master_weights and master_weights and model.plan.options.precision != "fp32":
@@ -84,7 +86,7 @@ def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_we
 def state_pieces(model, name):
     """The fp32 bytes of m, v or the master, whatever form this run keeps them in."""
     if name != "master":
-        yield from pieces(model.flat[name], torch.float32)
+        yield from pieces(model.flat[name], model.acts.get(f"update_{name}"))
     elif model.plan.options.precision == "fp32":
         yield from pieces(model.flat["parameters"])
     else:
@@ -92,10 +94,14 @@ def state_pieces(model, name):
             yield part.cpu().numpy().view(np.uint8)
 
 
-def pieces(flat: torch.Tensor, dtype=None):
-    """The bytes of a flat tensor as uint8 numpy arrays, a piece at a time, from whatever device; as another type where one is given."""
-    for part in flat.split(PIECE_BYTES // flat.element_size()):
-        yield part.to(dtype or part.dtype).view(torch.uint8).cpu().numpy()
+def pieces(flat: torch.Tensor, room=None):
+    """The bytes of a flat tensor as uint8 numpy arrays, a piece at a time, from whatever device.
+
+    room  fp32 working room through which a bf16 tensor is widened; then each piece is overwritten by the next
+    """
+    for part in flat.split(PIECE_BYTES // flat.element_size() if room is None else len(room)):
+        part = part if room is None else room[: len(part)].copy_(part)
+        yield part.view(torch.uint8).cpu().numpy()
 
 
 def fill(flat: torch.Tensor, data: np.memmap):

@@ -23,7 +23,7 @@ def levels_of(options: PlanOptions) -> tuple[int, ...]:
     return tuple(level for level in NOT_KEPT if not (options.offload_residual and "residual3" in NOT_KEPT[level]))
 
 
-def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps: int = 1) -> tuple[int, str]:
+def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1, batch_is_fixed=False) -> tuple[int, str]:
     """The lowest level that fits, and the reason in words. Raises NotEnoughMemory where none does."""
     below = None
     for level in levels_of(options):
@@ -35,7 +35,7 @@ def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps: 
     raise NotEnoughMemory(
         f"no recompute level fits -b {options.B} -t {options.T} in {budget_bytes // MIB} MiB: "
         f"-r {level} still needs {in_mib(plan.total_bytes)} MiB",
-        replace(options, recompute=level), budget_bytes, grad_accum_steps,
+        replace(options, recompute=level), budget_bytes, grad_accum_steps, batch_is_fixed,
     )  # fmt: skip
 
 
@@ -53,7 +53,9 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
             replace(options, B=1), budget_bytes, total_sequences or 1,
         )  # fmt: skip
     limit = fits if most is None else max(1, min(fits, most))
-    B = limit if total_sequences is None else largest_divisor(total_sequences, limit)
+    B = limit
+    while B > 1 and (total_sequences and total_sequences % B or Plan(replace(options, B=B)).total_bytes > budget_bytes):
+        B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
     reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
     if limit != fits:
         reason += f", {limit} the most that a shard of the data holds"

@@ -33,8 +33,11 @@ class OffloadedResiduals:
         self.slots = slots
         self.last = plan.options.config.num_layers - 1
         on_gpu = slots.device.type == "cuda"
-        self.host = torch.empty((plan.offloaded_layers, *slots.shape[1:]), dtype=slots.dtype, pin_memory=on_gpu)
+        self.host = torch.empty((plan.offloaded_layers, *slots.shape[1:]), dtype=slots.dtype)
         assert self.host.nbytes == plan.host_bytes
+        if on_gpu and plan.host_bytes:
+            # pinned in place: torch's own allocator of pinned memory rounds up to a power of two
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.host.nbytes, 0)))
         self.stream = torch.cuda.Stream(slots.device) if on_gpu else None
         self.copied = [torch.cuda.Event() for _ in slots] if on_gpu else None
 

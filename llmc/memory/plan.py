@@ -20,7 +20,6 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 # below this T a CPU's bf16 attention backward, many tiny matmuls, takes twice as long as widening its inputs to fp32 does:
 # 2.7 ms against 1.5 at (4, 64, 768), 29 against 16 at (16, 128, 768); at T = 256 it is the other way round
 CPU_FP32_ATTENTION_BELOW = 256
-CUDA_PROCESSORS = 132  # of an H100 or H200, for what flash attention allocates; other cards have about as many
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 HEAD_GROUP = 4  # chunks whose bf16 weight gradients are added up in bf16; groups are added up in fp32
 OFFLOAD_SLOTS = 3  # residuals on the device with --offload-residual: one in use, one on its way in, one on its way out
@@ -63,6 +62,7 @@ class PlanOptions:
     device: str = "cpu"  # cpu | cuda
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
+    processors: int = 132  # of the card, an H100's: flash attention allocates by them
 
     @property
     def gradients(self) -> str:
@@ -188,7 +188,7 @@ class Plan:
         gradients = (4 if o.device == "cpu" else 3) * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
         if o.device == "cuda" and o.precision == "bf16":
             # flash attention sums dq in fp32, deterministically in one copy for every part of the card that works on a head
-            copies = -(-CUDA_PROCESSORS // (o.B * o.config.num_heads))
+            copies = -(-o.processors // (o.B * o.config.num_heads))
             gradients += 4 * BTC * copies
         return gradients
 
@@ -200,7 +200,8 @@ class Plan:
     def largest_batch(self, budget_bytes: int) -> int:
         """The largest B whose whole plan fits in `budget_bytes`; 0 if not even one sequence does.
 
-        More sequences need more memory, but for one thing: the fewer heads there are, the more copies of dq attention makes.
+        Memory grows with B but for small dips: placement is greedy, and the fewer heads there are the more copies of dq attention
+        makes. So a few B beyond the first that does not fit are tried too.
         """
 
         def fits(B):
@@ -214,8 +215,8 @@ class Plan:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        every_copy = range(low + 1, CUDA_PROCESSORS // self.options.config.num_heads + 2)
-        return max((B for B in every_copy if fits(B)), default=low)
+        beyond = range(low + 1, max(low + 9, self.options.processors // self.options.config.num_heads + 2))
+        return max((B for B in beyond if fits(B)), default=low)
 
 
 # columns of the plan's table -> purposes of tensors
@@ -241,7 +242,7 @@ def _stage_line(level) -> tuple[str, ...]:
 
 
 def head_chunk_rows(options: PlanOptions) -> int:
-    """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch, so that memory grows with it."""
+    """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch."""
     rows = TUNING[options.device].head_bytes // (options.config.padded_vocab_size * DTYPE_BYTES[options.precision])
     automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # a matmul likes whole tiles
     return min(options.head_chunk or automatic, options.B * options.T)

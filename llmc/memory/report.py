@@ -62,20 +62,20 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             "flops_per_step": cost.flops,
             "bytes_per_step": cost.bytes,
             "flops_per_byte": cost.intensity,
-            "bound": bound(cost, o.precision, budget),
+            "bound": bound(cost, o, budget),
         })  # fmt: skip
     return rows
 
 
-def ridge(precision: str, budget: Budget | None) -> float | None:
-    """FLOPs that a card can do while it moves a byte; None without a card whose rates are known."""
-    peak = PEAKS[budget.card.peak][0 if precision == "bf16" else 1] if budget and budget.card else None
+def ridge(o: PlanOptions, budget: Budget | None) -> float | None:
+    """FLOPs that a card can do while it moves a byte; None without a card whose rates are known, and for a plan on a CPU."""
+    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
     return peak * 1e12 / (budget.card.bandwidth_gb_s * 1e9) if peak else None
 
 
-def bound(cost, precision: str, budget: Budget | None) -> str | None:
+def bound(cost, o: PlanOptions, budget: Budget | None) -> str | None:
     """What sets the time of a step on a card: "compute" or "memory"."""
-    limit = ridge(precision, budget)
+    limit = ridge(o, budget)
     return None if limit is None else "compute" if cost.intensity >= limit else "memory"
 
 
@@ -125,7 +125,7 @@ def _footer(options, row, budget) -> list[str]:
         lines.append(f"host memory: {row['host_mib']:.1f} MiB pinned, beside the total")
     lines.append(f"a step: {row['flops_per_step'] / 1e12:.3f} TFLOP of matmuls and attention at -r {row['recompute']}, "
                  f"{row['bytes_per_step'] / 1e9:.1f} GB moved, {row['flops_per_byte']:.0f} FLOP per byte")  # fmt: skip
-    limit = ridge(options.precision, budget)
+    limit = ridge(options, budget)
     if limit:
         card = budget.card
         lines[-1] += (
