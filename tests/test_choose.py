@@ -490,9 +490,9 @@ def test_auto_s_batch_fits_where_fewer_sequences_need_more(name, B, budget_from)
 
 
 def test_cards_without_bf16_are_planned_in_fp32():
-    told = json.loads(ran("--plan --json -e d12 -b 4 --memory-budget t4"))
+    told = json.loads(ran("--device auto --plan --json -e d12 -b 4 --memory-budget t4"))
     assert (told["precision"], told["device"]) == ("fp32", "cuda")
-    refused = run("--plan -e d12 --precision bf16 --memory-budget v100")
+    refused = run("--device auto --plan -e d12 --precision bf16 --memory-budget v100")
     assert refused.code == 2 and "v100-16 has no bf16 arithmetic" in refused.err
 
 
