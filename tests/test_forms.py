@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from case_a import write_case_a
 from oracle import assert_as_good_as_eager, loss_and_gradients
 from test_gpt2 import DEEP, DTYPE, SMALL, activation_arena, batch, build, precisions, raw, state, train_step
+from test_gpt2 import one_thread  # noqa: F401  (autouse here too)
 from test_layers import rounded
 from test_loop import ran
 from test_resume import assert_same_end, bf16_model_bytes, files_of
@@ -32,14 +33,6 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import HEAD_GROUP, Plan, PlanOptions, head_sums
 from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.rand import XorShift
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def master_of(model) -> torch.Tensor:
