@@ -172,7 +172,7 @@ class Plan:
 
     def residual_slot(self, l: int) -> int:
         """Which slot of the tensor residual3 holds the output of layer l."""
-        return l % OFFLOAD_SLOTS if self.options.offload_residual else self.segments.slot(l)
+        return _residual_slots(self.options)[l]
 
     @property
     def library_bytes(self) -> int:
@@ -241,6 +241,12 @@ def _stage_line(level) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _residual_slots(o: PlanOptions) -> tuple[int, ...]:
+    """For every layer, which slot of the tensor residual3 its output takes."""
+    L = o.config.num_layers
+    return tuple(l % OFFLOAD_SLOTS if o.offload_residual else segments(o.recompute, L).slot(l) for l in range(L))
+
+
 def head_chunk_rows(options: PlanOptions) -> int:
     """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch."""
     rows = TUNING[options.device].head_bytes // (options.config.padded_vocab_size * DTYPE_BYTES[options.precision])
@@ -306,9 +312,7 @@ def _block_rows(o: PlanOptions):
     lifetimes = transient_lifetimes(o.recompute)
     for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
         if a.name == "residual3":
-            L = o.config.num_layers
-            slots = min(L, OFFLOAD_SLOTS) if o.offload_residual else segments(o.recompute, L).slots
-            yield a.name, "kept", f"{slots} {a.shape}", a.dtype, STEP
+            yield a.name, "kept", f"{1 + max(_residual_slots(o))} {a.shape}", a.dtype, STEP
         elif a.name in kept:
             yield a.name, "kept", "L " + a.shape, a.dtype, STEP
         else:

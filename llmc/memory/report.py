@@ -8,14 +8,14 @@ from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.plan import ARENA_PARTS, MIB, Plan, PlanOptions
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 from llmc.mfu import PEAKS
 
 PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations", "m": "AdamW optimizer state m",
                  "v": "AdamW optimizer state v", "master": "master copy of params",
                  "master_bits": "master copy of params (the 16 bits that bf16 lacks)"}  # fmt: skip
-COLUMNS = ("parameters", "gradients", "optimizer", "kept", "shared", "head", "scratch", "library")
+COLUMNS = ("parameters", "gradients", "optimizer", *ARENA_PARTS, "library")  # of Plan.columns
 LEGEND = """kept     activations kept from forward to backward, all layers
 shared   activations and their gradients that all layers take turns in, on top of it
 head     logits and what the classifier needs, on top of that
