@@ -7,6 +7,7 @@ The program, top to bottom: opening what the flags ask for, building it, the loo
 
 what is asked llmc/: flags, request (model, sizes, plan, what auto decides)
 layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
+kernels       llmc/kernels/: the same on a GPU, in Triton, where torch has no single pass
 memory        llmc/memory/: tables, recompute ladder, plan, cost, choose, arenas, offload, report, record
 host side     llmc/: data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
@@ -42,8 +43,8 @@ from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.rand import XorShift
 from llmc.request import (
-    check_attention, check_batch, check_lengths, check_precision, choose_model, longest_rows, plan_options, plan_text, run_budget, settle,
-    training_data,
+    check_attention, check_batch, check_gelu_fusion, check_lengths, check_precision, choose_model, longest_rows, plan_options, plan_text,
+    run_budget, settle, settle_kernels, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 
@@ -107,11 +108,12 @@ def open_run(s: Settings) -> SimpleNamespace:
     check_lengths(s, config)
     backend = open_backend(s.device, s.threads, bool(s.tf32))
     precision = choose_precision(source.precision or s.precision, backend)
-    check_attention(config, precision, backend)
+    s, reasons = settle_kernels(s, backend)
+    options = plan_options(s, config, precision, backend.kind, backend.processors())
+    check_attention(options)
+    check_gelu_fusion(options)
     budget = run_budget(s, backend)
-    s, reasons = settle(
-        s, source, plan_options(s, config, precision, backend.kind, backend.processors()), budget, world, lambda: longest_rows(s)
-    )
+    s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))
     grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * world.num_processes * grad_accum_steps
 
@@ -130,7 +132,7 @@ def open_run(s: Settings) -> SimpleNamespace:
         "num_layers L": config.num_layers, "num_heads NH": config.num_heads, "channels C": config.channels,
         "num_parameters": num_parameters(config),
     })  # fmt: skip
-    notes = list(reasons)
+    notes = [*reasons, *chosen]
     if measured:
         notes.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}"
@@ -209,6 +211,10 @@ def notes(s: Settings, run, tokenizer):
     config = run.plan.options.config
     if s.zero_stage == 1:
         yield "with one process ZeRO has nothing to shard: -z 1 is the same as -z 0"
+    if s.attention == "cudnn":
+        yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
+    if s.gelu_fusion and s.recompute > 0:
+        yield f"note: with -ge {s.gelu_fusion} the GELU that -r {s.recompute} computes again is not the matmul's to the last bit"
     if tokenizer is None and s.sample_every > 0:
         yield (
             f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
@@ -349,14 +355,18 @@ def loop(run):
         for micro_step in range(run.grad_accum_steps):
             inputs, targets = loader.next_batch()  # (B, T) int64
             model.forward(inputs)
-            model.backward(targets, run.grad_accum_steps, micro_step)
-        loss, norm = model.mean_loss(run.grad_accum_steps), model.grad_norm()
+            model.backward(targets, run.grad_accum_steps, micro_step, loader.token_order())
+        grad_norm = model.grad_norm()
         lr = learning_rate(
             s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
         )
+        may_skip = s.skip_loss_z > 0 or s.skip_grad_z > 0  # then the update waits until loss and norm are known here
+        if not may_skip:
+            model.update(lr, s.weight_decay, step + 1, grad_norm)
+        loss, norm = model.mean_loss(run.grad_accum_steps), grad_norm.item()
         loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
-        if not skipped(run, loss_z, norm_z):
-            model.update(lr, s.weight_decay, step + 1, norm)
+        if may_skip and not skipped(run, loss_z, norm_z):
+            model.update(lr, s.weight_decay, step + 1, grad_norm)
         dt = clock.stop()
         # --------------- everything below is diagnostics ---------------
 

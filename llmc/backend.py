@@ -25,13 +25,17 @@ class Backend:
 
             torch.cuda.synchronize(self.device)
 
-    def has_tf32(self) -> bool:
-        """Whether fp32 matmuls can run as TF32: from SM80."""
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the card; (0, 0) for a CPU."""
         if self.kind != "cuda":
-            return False
+            return 0, 0
         import torch
 
-        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return torch.cuda.get_device_capability(self.device)
+
+    def has_tf32(self) -> bool:
+        """Whether fp32 matmuls can run as TF32: from SM80."""
+        return self.capability() >= (8, 0)
 
     def memory_bytes(self) -> tuple[int, int]:
         """(used, total) bytes: of the card, or of the machine with what this process has resident as used."""
@@ -103,6 +107,7 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
     """Choose and prepare the device. Raises UserError where what was asked for is not there."""
     # read when torch first opens cuBLAS; without it deterministic matmuls are refused
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "32768")  # KiB; its 1 MiB by default rules out the fastest matmuls with a bias
     import torch
 
     torch.set_grad_enabled(False)
@@ -143,6 +148,16 @@ def deterministic(device):
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def copy_in(out, values):
+    """Copy an array, or tensor, of the host into a tensor, without waiting for the device."""
+    import torch
+
+    values = torch.as_tensor(values)
+    if out.device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()  # from other memory the copy would wait for everything launched before it
+    out.copy_(values.view(out.shape), non_blocking=True)
 
 
 def choose_precision(precision: str, backend: Backend) -> str:

@@ -125,7 +125,13 @@ GROUPS = {
         Flag((), "grad-dtype", str, "auto", "auto|fp32|bf16",
              "type of the gradients; auto: that of the weights. fp32 loses nothing over many micro-steps",
              choices=("auto", "fp32", "bf16")),
-        Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls: none, forward, both ways", choices=(0, 1, 2)),
+        Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls (CUDA): none, forward, both ways", choices=(0, 1, 2)),
+        Flag((), "kernels", str, "auto", "auto|triton|torch",
+             "whose code runs what is not a matmul or attention; auto takes Triton on a GPU where it is installed",
+             choices=("auto", "triton", "torch")),
+        Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient",
+             "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. cudnn does not repeat its bits",
+             choices=("auto", "flash", "cudnn", "efficient")),
     ),
     "memory": (
         Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",
@@ -215,10 +221,13 @@ def refuse_unbuilt(settings: Settings) -> None:
         raise UserError(f"-pr {s.process_rank}: with {s.num_processes} process the only rank is 0; leave -pr out")
     if s.zero_stage > 1:  # stage 1 over one process has nothing to shard, so it is honoured as it is
         raise UserError(f"-z {s.zero_stage}: sharding gradients or weights is not built yet; use -z 0 or -z 1")
-    if s.gelu_fusion:
-        raise UserError(f"-ge {s.gelu_fusion}: GELU fusion is not built yet; use -ge 0, which computes the same function")
     if s.recompute != "auto" and s.recompute not in NOT_KEPT:
         raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}, or auto")
+    if s.gelu_fusion == 2 and s.recompute != "auto" and "fch" in NOT_KEPT[s.recompute]:
+        raise UserError(
+            f"-ge 2 -r {s.recompute}: GELU's gradient joins a matmul that runs before this level has its input again; "
+            "use -ge 1, or -r 2 or lower"
+        )
     if s.recompute == s.batch_size == "auto":
         raise UserError("-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 5 for the largest -b")
     if s.offload_residual and s.recompute != "auto" and "residual3" in NOT_KEPT[s.recompute]:

@@ -11,17 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from llmc.backend import copy_in
+from llmc.data.order import token_order
 from llmc.files import read_part
-from llmc.layers.adamw import TensorState, adamw_update, piece_noise, pieces_of, read_master, write_master
-from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
-from llmc.layers.encoder import encoder_backward, encoder_forward
-from llmc.layers.fused_classifier import fused_classifier_inplace
-from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
-from llmc.layers.global_norm import global_norm
-from llmc.layers.layernorm import layernorm_backward, layernorm_normalize, layernorm_statistics
-from llmc.layers.matmul import matmul_backward, matmul_forward
+from llmc.kernels import operations
+from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
+from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
+from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_parameters
+from llmc.memory.ladder import passes
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import HEAD_GROUP, TUNING, Plan, classifier_rows, head_sums
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
@@ -29,7 +28,6 @@ from llmc.rand import XorShift
 
 ROUNDING_STATE = 13371337  # llm.c's; plus the rank
 INIT_SEED = 42
-GRADIENT_CLIP = 1.0
 INIT_PIECE = 1 << 20  # elements drawn at a time; a multiple of 16
 
 
@@ -45,7 +43,8 @@ class GPT2:
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, o.config.num_heads, o.config.channels
-        self.tuning = TUNING[o.device]
+        self.tuning, self.attention = TUNING[o.device], o.attention_kind
+        self.ops = operations(o.fused)
         self.rng = XorShift(ROUNDING_STATE + rank)  # seeds every stochastic rounding
         self.rng_state_last_update = self.rng.state
         self.flat = {
@@ -56,8 +55,16 @@ class GPT2:
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
         self.layers = [self._layer(l) for l in range(o.config.num_layers)]
-        self.forward_stages = [getattr(self, f"_{s.name}") for s in FORWARD_STAGES]
-        self.backward_stages = [getattr(self, f"_{s.name}") for s in plan.schedule]
+        # each block's last stage takes the first layernorm of what follows into its own pass: of the next block, or the last one
+        first_pass, *forward_passes, last_pass = passes(FORWARD_STAGES, o.gelu_fusion)
+        assert (first_pass, last_pass) == ("ln1_forward", "fcproj")
+        self.forward_passes = [getattr(self, f"_{name}") for name in forward_passes]
+        self.backward_passes = [getattr(self, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
+        self.final = self._final_norm()
+        if o.gelu_fusion:
+            from llmc.kernels.cublaslt import MatmulGelu
+
+            self.matmul_gelu = MatmulGelu(self.acts["matmul_workspace"].view(torch.uint8), tf32=torch.backends.cuda.matmul.allow_tf32)
 
     def _layer(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
@@ -70,7 +77,17 @@ class GPT2:
             if p.per_layer:
                 setattr(layer, p.name, self.params[p.name][l])
                 setattr(layer, "d" + p.name, self.grads[p.name][l])
+        layer.dproj_bias = None if l == 0 else self.grads["fcprojb"][l - 1]  # of the projection whose output is this block's input
         return layer
+
+    def _final_norm(self):
+        """The last layernorm, as the ln1 of a block above the last. Its gradient lies where its output does."""
+        acts, L = self.acts, self.config.num_layers
+        return SimpleNamespace(
+            residual=self._residual3(L - 1), ln1=acts["lnf"], ln1_mean=acts["lnf_mean"], ln1_rstd=acts["lnf_rstd"],
+            ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], dln1w=self.grads["lnfw"], dln1b=self.grads["lnfb"],
+            dproj_bias=self.grads["fcprojb"][L - 1],
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------
     # weights
@@ -115,64 +132,67 @@ class GPT2:
         Where residuals go to host memory, they do so only for a backward pass.
         """
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
-        a["inputs"].copy_(torch.as_tensor(inputs))
-        encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
-        for layer in self.layers:
+        copy_in(a["inputs"], inputs)
+        self.inputs = inputs
+        self.ops.encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
+        self._ln1_forward(self.layers[0])
+        for layer, above in zip(self.layers, [*self.layers[1:], self.final]):
             residuals.before_forward(layer.number)
-            self._run(self.forward_stages, layer)
+            self._block_forward(layer, above)
             residuals.after_forward(layer.number)
-        layernorm_statistics(a["lnf_mean"], a["lnf_rstd"], self._last_residual(), a)
-        layernorm_normalize(a["lnf"], self._last_residual(), a["lnf_mean"], a["lnf_rstd"], self.params["lnfw"], self.params["lnfb"], a)
 
-    @staticmethod
-    def _run(stages, layer):
-        for stage in stages:
-            stage(layer)
+    def _block_forward(self, l, above):
+        """Block l, from its ln1 on, and the ln1 of the block above; None for no more than the output of this one."""
+        for run in self.forward_passes:
+            run(l)
+        self._fcproj(l, above)
 
     def _residual3(self, l):
         return self.acts["residual3"][self.plan.residual_slot(l)]
 
-    def _last_residual(self):
-        return self._residual3(self.config.num_layers - 1)
-
-    def _ln1_statistics(self, l):
-        layernorm_statistics(l.ln1_mean, l.ln1_rstd, l.residual, self.acts)
+    def _ln1_forward(self, l):
+        self.ops.layernorm_forward(l.ln1, l.ln1_mean, l.ln1_rstd, l.residual, l.ln1w, l.ln1b, self.acts)
 
     def _ln1(self, l):
-        layernorm_normalize(l.ln1, l.residual, l.ln1_mean, l.ln1_rstd, l.ln1w, l.ln1b, self.acts)
+        self.ops.layernorm_normalize(l.ln1, l.residual, l.ln1_mean, l.ln1_rstd, l.ln1w, l.ln1b, self.acts)
 
     def _qkv(self, l):
         matmul_forward(l.qkvr, l.ln1, l.qkvw, l.qkvb)
 
     def _attention(self, l):
-        attention_forward(l.atty, l.lse, l.qkvr, self.NH)
+        attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
 
-    def _attproj(self, l):
+    def _attproj_ln2(self, l):
         matmul_forward(l.residual2, l.atty, l.attprojw, l.attprojb)
-        residual_add_inplace(l.residual2, l.residual)
-
-    def _ln2_statistics(self, l):
-        layernorm_statistics(l.ln2_mean, l.ln2_rstd, l.residual2, self.acts)
+        self.ops.residual_layernorm_forward(l.residual2, l.ln2, l.ln2_mean, l.ln2_rstd, l.residual, l.ln2w, l.ln2b, self.acts)
 
     def _ln2(self, l):
-        layernorm_normalize(l.ln2, l.residual2, l.ln2_mean, l.ln2_rstd, l.ln2w, l.ln2b, self.acts)
+        self.ops.layernorm_normalize(l.ln2, l.residual2, l.ln2_mean, l.ln2_rstd, l.ln2w, l.ln2b, self.acts)
 
     def _fc(self, l):
         matmul_forward(l.fch, l.ln2, l.fcw, l.fcb)
 
     def _gelu(self, l):
-        gelu_forward(l.fch_gelu, l.fch)
+        self.ops.gelu_forward(l.fch_gelu, l.fch, self.acts)
 
-    def _fcproj(self, l):
+    def _fc_gelu(self, l):
+        self.matmul_gelu.forward(l.fch_gelu, l.fch, l.ln2, l.fcw, l.fcb)
+
+    def _fcproj(self, l, above):
         matmul_forward(l.residual3, l.fch_gelu, l.fcprojw, l.fcprojb)
-        residual_add_inplace(l.residual3, l.residual2)
+        if above is None:
+            residual_add_inplace(l.residual3, l.residual2)
+        else:
+            self.ops.residual_layernorm_forward(
+                l.residual3, above.ln1, above.ln1_mean, above.ln1_rstd, l.residual2, above.ln1w, above.ln1b, self.acts
+            )
 
     # ------------------------------------------------------------------------
     # head: logits exist for one chunk of rows at a time
 
     def _head_chunks(self, targets):
         """Take the targets (B, T) in; the rows of each chunk, as slices of B*T."""
-        self.acts["targets"].copy_(torch.as_tensor(targets))
+        copy_in(self.acts["targets"], targets)
         rows, size = self.B * self.T, len(self.acts["logits"])
         return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
@@ -181,7 +201,7 @@ class GPT2:
         a = self.acts
         logits, lnf = a["logits"][: part.stop - part.start], a["lnf"].view(-1, self.C)[part]
         matmul_forward(logits, lnf, self.params["wte"])
-        fused_classifier_inplace(
+        self.ops.fused_classifier_inplace(
             logits, a["losses"].view(-1)[part], a["targets"].view(-1)[part], a,
             V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options),
         )  # fmt: skip
@@ -202,10 +222,10 @@ class GPT2:
     # ------------------------------------------------------------------------
     # backward
 
-    def backward(self, targets, grad_accum_steps=1, micro_step=0):
+    def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
         """Gradients of the mean loss over all micro-steps, into grads: micro-step 0 writes, later ones add.
 
-        Call after forward; targets (B, T) int64.
+        Call after forward; targets (B, T) int64; order is the TokenOrder of its inputs, sorted here if the loader has not.
         """
         a, accumulate = self.acts, micro_step > 0
         self.accumulate = accumulate
@@ -213,18 +233,21 @@ class GPT2:
             a["losses"].zero_()
         self._head_backward(targets, 1.0 / (self.B * self.T * grad_accum_steps))
         a["dresidual"].zero_()
-        layernorm_backward(
-            a["dresidual"], self.grads["lnfw"], self.grads["lnfb"], a["lnf"], self._last_residual(),
-            self.params["lnfw"], a["lnf_mean"], a["lnf_rstd"], a, accumulate=accumulate,
-        )  # fmt: skip
+        self._norm_backward(self.final, a["lnf"])
         segments = self.plan.segments
         for span, again in zip(reversed(segments.spans), reversed(segments.again)):
+            if again:
+                self._ln1_forward(self.layers[again[0]])
             for l in again:
-                self._run(self.forward_stages, self.layers[l])
+                self._block_forward(self.layers[l], self.layers[l + 1] if l != again[-1] else None)
             for l in reversed(span):
                 self.residuals.before_backward(l)
-                self._run(self.backward_stages, self.layers[l])
-        encoder_backward(self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], a, seed=self.rng.u32(), accumulate=accumulate)
+                for run in self.backward_passes:
+                    run(self.layers[l])
+        self.ops.encoder_backward(
+            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], order or token_order(torch.as_tensor(self.inputs).cpu()), a,
+            seed=self.rng.u32(), accumulate=accumulate,
+        )  # fmt: skip
 
     def _head_backward(self, targets, dloss):
         """Losses, lnf's gradient over lnf itself (a chunk's rows are not read again) and wte's gradient, chunk by chunk of rows.
@@ -239,7 +262,7 @@ class GPT2:
             for i, part in enumerate(group):
                 logits, lnf = self._classify(part, dloss)
                 matmul_backward(
-                    lnf, group_sum, None, logits, lnf, self.params["wte"],
+                    lnf, group_sum, logits, lnf, self.params["wte"],
                     accumulate=i > 0 or self.accumulate and not in_groups, widened=a.get("head_widened"),
                 )  # fmt: skip
             if in_groups and g == 0:
@@ -253,67 +276,84 @@ class GPT2:
         """Mean training loss over the micro-steps since micro-step 0."""
         return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
 
-    def _matmul_backward(self, dinp, dweight, dbias, dout, inp, weight):
-        a = self.acts
-        matmul_backward(
-            dinp, dweight, dbias, dout, inp, weight, accumulate=self.accumulate, bias_sum=a["bias_sum"], widened=a.get("widened")
-        )
+    def _matmul_backward(self, dinp, dweight, dout, inp, weight):
+        matmul_backward(dinp, dweight, dout, inp, weight, accumulate=self.accumulate, widened=self.acts.get("widened"))
 
-    def _fcproj_backward(self, l):
-        self._matmul_backward(self.acts["dfch"], l.dfcprojw, l.dfcprojb, self.acts["dresidual"], l.fch_gelu, l.fcprojw)
+    def _fcproj_dinput(self, l):
+        matmul_dinput(self.acts["dfch"], self.acts["dresidual"], l.fcprojw)
+
+    def _fcproj_dinput_gelu(self, l):
+        a = self.acts
+        self.matmul_gelu.backward(a["dfch"], a["dresidual"], l.fcprojw, l.fch)
+        self.ops.matmul_dbias(l.dfcb, a["dfch"], a, accumulate=self.accumulate)
 
     def _gelu_backward(self, l):
-        gelu_backward_inplace(self.acts["dfch"], l.fch)
+        self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate)
+
+    def _gelu_backward_and_again(self, l):
+        self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate, out_again=l.fch_gelu)
+
+    def _fcproj_dweight(self, l):
+        a = self.acts
+        matmul_dweight(l.dfcprojw, a["dresidual"], l.fch_gelu, accumulate=self.accumulate, widened=a.get("widened"))
 
     def _fc_backward(self, l):
-        self._matmul_backward(self.acts["dln2"], l.dfcw, l.dfcb, self.acts["dfch"], l.ln2, l.fcw)
+        self._matmul_backward(self.acts["dln2"], l.dfcw, self.acts["dfch"], l.ln2, l.fcw)
 
     def _ln2_backward(self, l):
         a = self.acts
-        layernorm_backward(
-            a["dresidual"], l.dln2w, l.dln2b, a["dln2"], l.residual2, l.ln2w, l.ln2_mean, l.ln2_rstd, a, accumulate=self.accumulate
-        )
+        self.ops.layernorm_backward(
+            a["dresidual"], l.dln2w, l.dln2b, l.dattprojb, a["dln2"], l.residual2, l.ln2w, l.ln2_mean, l.ln2_rstd, a,
+            accumulate=self.accumulate,
+        )  # fmt: skip
 
     def _attproj_backward(self, l):
-        self._matmul_backward(self.acts["datty"], l.dattprojw, l.dattprojb, self.acts["dresidual"], l.atty, l.attprojw)
+        self._matmul_backward(self.acts["datty"], l.dattprojw, self.acts["dresidual"], l.atty, l.attprojw)
 
     def _attention_backward(self, l):
-        attention_backward(self.acts["dqkvr"], self.acts["datty"], l.qkvr, l.atty, l.lse, self.NH)
+        a = self.acts
+        gradients = attention_gradients(a["datty"], l.qkvr, l.atty, l.lse, self.NH, self.attention)
+        self.ops.pack_gradients(a["dqkvr"], l.dqkvb, gradients, self.NH, a, accumulate=self.accumulate)
 
     def _qkv_backward(self, l):
-        self._matmul_backward(self.acts["dln1"], l.dqkvw, l.dqkvb, self.acts["dqkvr"], l.ln1, l.qkvw)
+        self._matmul_backward(self.acts["dln1"], l.dqkvw, self.acts["dqkvr"], l.ln1, l.qkvw)
 
     def _ln1_backward(self, l):
-        a = self.acts
-        layernorm_backward(
-            a["dresidual"], l.dln1w, l.dln1b, a["dln1"], l.residual, l.ln1w, l.ln1_mean, l.ln1_rstd, a, accumulate=self.accumulate
-        )
+        self._norm_backward(l, self.acts["dln1"])
+
+    def _norm_backward(self, l, dln1):
+        self.ops.layernorm_backward(
+            self.acts["dresidual"], l.dln1w, l.dln1b, l.dproj_bias, dln1, l.residual, l.ln1w, l.ln1_mean, l.ln1_rstd, self.acts,
+            accumulate=self.accumulate,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------
     # update
 
-    def grad_norm(self) -> float:
-        """Global norm of the gradient, before clipping."""
-        return global_norm(self.flat["gradients"], self.acts, piece=self.tuning.update_elements)
+    def grad_norm(self) -> torch.Tensor:
+        """Global norm of the gradient, before clipping: one fp32 number, which stays on the device until it is asked for."""
+        norm = self.acts["grad_norm"]
+        self.ops.global_norm(norm, self.flat["gradients"], self.acts, piece=self.tuning.update_elements)
+        return norm[0]
 
     def update(self, learning_rate, weight_decay, step, grad_norm):
-        """One AdamW step; `step` counts from 1. The gradient is clipped to norm 1."""
+        """One AdamW step; `step` counts from 1. The gradient, of norm `grad_norm`, a tensor or a number, is clipped to norm 1."""
         last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
-        adamw_update(
-            self._tensor_states(self.rng, last_seeds), self.acts, lr=learning_rate, weight_decay=weight_decay, step=step,
-            grad_divisor=max(1.0, grad_norm / GRADIENT_CLIP),
+        self.ops.adamw_update(
+            self.flat, self._tensor_states(self.rng, last_seeds), self.acts, lr=learning_rate, weight_decay=weight_decay, step=step,
+            grad_norm=grad_norm,
         )  # fmt: skip
 
     def round_weights_from_master(self):
         """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
         for tensor, piece in self._weight_pieces():
-            values = read_master(tensor, piece, self.acts)
-            write_master(tensor, piece, values, *piece_noise(piece, tensor.seed, self.acts))
+            values = read_master(self.flat, piece, tensor.seed, self.acts)
+            write_master(self.flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
 
     def master_pieces(self):
         """The fp32 weights that the next update starts from, flat, in file order, a piece at a time; each is overwritten by the next."""
         for tensor, piece in self._weight_pieces():
-            yield read_master(tensor, piece, self.acts)
+            yield read_master(self.flat, piece, tensor.seed, self.acts)
 
     def load_master(self, master):
         """Take mapped fp32 weights (num_parameters,) into the master, in whatever form it is kept, and make the bf16 weights from them.
@@ -322,16 +362,15 @@ class GPT2:
         """
         at = 0
         for tensor, piece in self._weight_pieces():
-            n = tensor.param[piece.flat].numel()
-            values = self.acts["update_parameter"][:n] if tensor.master is None else tensor.master[piece.flat]
+            n = piece.flat.stop - piece.flat.start
+            values = self.flat["master"][piece.flat] if "master" in self.flat else self.acts["update_parameter"][:n]
             values.copy_(torch.from_numpy(read_part(master, at, n)))
-            write_master(tensor, piece, values, *piece_noise(piece, tensor.seed, self.acts))
+            write_master(self.flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
             at += n
 
     def _weight_pieces(self):
-        """(tensor, piece) of all weights as the last update left them."""
-        seeds, same_seeds = (XorShift(self.rng_state_last_update) for _ in range(2))
-        for tensor in self._tensor_states(seeds, same_seeds):
+        """(tensor, piece) of all weights as the last update left them; its seeds are the tensors'."""
+        for tensor in self._tensor_states(XorShift(self.rng_state_last_update), XorShift(0)):
             for piece in pieces_of(tensor, self.acts):
                 yield tensor, piece
 
@@ -339,12 +378,9 @@ class GPT2:
         """The 16 tensors as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its last one."""
         states, start = [], 0
         for p in PARAMETERS:
-            part = slice(start, start + self.params[p.name].numel())
-            arenas = ("parameters", "gradients", "m", "v", "master", "master_bits")
-            views = [self.flat[k][part] if k in self.flat else None for k in arenas]
-            layers = self.config.num_layers if p.per_layer else 1
-            states.append(TensorState(*views, layers=layers, decay=p.decay, seed=seeds.u32(), last_seed=last_seeds.u32()))
-            start = part.stop
+            elements, layers = self.params[p.name].numel(), self.config.num_layers if p.per_layer else 1
+            states.append(TensorState(start, elements, layers, p.decay, seed=seeds.u32(), last_seed=last_seeds.u32()))
+            start += elements
         return states
 
     # ------------------------------------------------------------------------
@@ -357,23 +393,22 @@ class GPT2:
         """
         a, p = self.acts, self.params
         x, ln, qkvr, atty, fch = (a[f"sample_{n}"] for n in ("residual", "ln", "qkvr", "atty", "fch"))
-        scratch = {"norm_rows": a["sample_rows"]}
+        scratch = {"rows": a.get("sample_rows")}
 
         def norm(weight, bias):
             mean, rstd = a["sample_stats"]
-            layernorm_statistics(mean, rstd, x, scratch)
-            layernorm_normalize(ln, x, mean, rstd, weight, bias, scratch)
+            self.ops.layernorm_forward(ln, mean, rstd, x, weight, bias, scratch)
 
         torch.add(p["wte"][token], p["wpe"][position], out=x[0])
         for l, cache in zip(self.layers, a["kv_cache"]):
             norm(l.ln1w, l.ln1b)
             matmul_forward(qkvr, ln, l.qkvw, l.qkvb)
-            attention_one_row(atty, qkvr, cache, position, self.NH)
+            attention_one_row(atty, qkvr, cache, position, self.NH, self.attention)
             matmul_forward(ln, atty, l.attprojw, l.attprojb)
             residual_add_inplace(x, ln)
             norm(l.ln2w, l.ln2b)
             matmul_forward(fch, ln, l.fcw, l.fcb)
-            gelu_forward(fch, fch)
+            self.ops.gelu_forward(fch, fch, scratch)
             matmul_forward(ln, fch, l.fcprojw, l.fcprojb)
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])

@@ -17,6 +17,7 @@ from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
 from llmc.errors import UserError
 from llmc.flags import Settings, refuse_unbuilt
+from llmc.kernels import why_no_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.plan import Plan, PlanOptions
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
@@ -83,13 +84,43 @@ def check_batch(s: Settings, world: World) -> int:
     return total // per_micro_step
 
 
-def check_attention(config: ModelConfig, precision: str, backend):
-    head_size = config.channels // config.num_heads
-    if backend.kind == "cuda" and precision == "bf16" and (head_size % 8 or head_size > 256):
+LARGEST_HEAD = {"flash": 256, "cudnn": 128}
+
+
+def check_attention(o: PlanOptions):
+    """Raise UserError unless the attention of these options takes their type and heads."""
+    kind, head_size = o.attention_kind, o.config.channels // o.config.num_heads
+    if kind in LARGEST_HEAD and o.precision == "fp32":
+        raise UserError(f"--attention {kind} has no fp32 form; leave it out, or train in bf16")
+    if kind in LARGEST_HEAD and (head_size % 8 or head_size > LARGEST_HEAD[kind]):
         raise UserError(
-            f"heads of size {head_size}: flash attention on CUDA takes multiples of 8 up to 256 in bf16; "
-            "use an fp32 model with --precision fp32, or --device cpu"
+            f"heads of size {head_size}: {kind} attention takes multiples of 8 up to {LARGEST_HEAD[kind]} in bf16; "
+            "use --attention efficient, an fp32 model with --precision fp32, or --device cpu"
         )
+
+
+def settle_kernels(s: Settings, backend) -> tuple[Settings, list[str]]:
+    """The settings with --kernels decided, and a line with the reason where a user may want to know it.
+
+    Raises UserError where --kernels triton cannot be honoured; so a run never silently takes the slower way.
+    """
+    why_not = "they are for a GPU, and this run is on a CPU" if backend.kind != "cuda" else why_no_kernels(backend.capability())
+    if s.kernels == "triton" and why_not:
+        raise UserError(f"--kernels triton: {why_not}; leave it out")
+    if s.kernels != "auto" or backend.kind != "cuda":
+        return s, []
+    if why_not:
+        return replace(s, kernels="torch"), [f"note: torch's operators run what Triton's kernels would do faster: {why_not}"]
+    return replace(s, kernels="triton"), []
+
+
+def check_gelu_fusion(o: PlanOptions):
+    """Raise UserError unless cuBLASLt is there for -ge."""
+    if o.gelu_fusion:
+        from llmc.kernels.cublaslt import available
+
+        if why_not := available():
+            raise UserError(f"-ge {o.gelu_fusion}: {why_not}; use -ge 0, which computes the same function")
 
 
 def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str, processors: int | None = None) -> PlanOptions:
@@ -103,11 +134,16 @@ def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str, pr
             raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if s.offload_residual and kind != "cuda":
         raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
+    if s.gelu_fusion and kind != "cuda":
+        raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
+    if s.attention != "auto" and kind != "cuda":
+        raise UserError(f"--attention {s.attention} is a GPU's, and this run is on a CPU, which has one of its own; leave it out")
     return PlanOptions(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
         grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
         head_chunk=s.head_chunk, sample_length=s.sample_length, **({"processors": processors} if processors else {}),
+        kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
     )  # fmt: skip
 
 
@@ -126,7 +162,9 @@ def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, worl
     if s.recompute == "auto":
         resumes = model.resume_step is not None
         level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world), batch_is_fixed=resumes)
-        return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
+        s = replace(s, recompute=level)
+        refuse_unbuilt(s)  # not every option goes with every level
+        return s, [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
     most = None if row is None else row() // (s.sequence_length * world.num_processes)
     B, reason = choose_batch(options, budget.auto_bytes, sequences, most)

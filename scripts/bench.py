@@ -77,9 +77,8 @@ class OurTrainer:
         self.steps += 1
         self.model.forward(inputs)
         self.model.backward(targets)
-        norm, loss = self.model.grad_norm(), self.model.mean_loss()
-        self.model.update(1e-4, 0.1, self.steps, norm)
-        return loss
+        self.model.update(1e-4, 0.1, self.steps, self.model.grad_norm())
+        return self.model.mean_loss()
 
 
 def random_batch(args, config, device):

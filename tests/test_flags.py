@@ -32,6 +32,7 @@ READ = {
     "--device": {"cpu": "cpu", "cuda": "cuda", "cuda:12": "cuda:12"}, "--precision": {"bf16": "bf16"},
     "-b": {"auto": "auto", "1": 1}, "-r": {"auto": "auto", "0": 0, "6": 6},
     "--master": {"auto": "auto", "fp32": "fp32", "bits16": "bits16", "none": "none"}, "--optimizer-state": {"bf16": "bf16"},
+    "--kernels": {"auto": "auto", "torch": "torch", "triton": "triton"}, "--attention": {"cudnn": "cudnn", "flash": "flash"},
     "--grad-dtype": {"auto": "auto", "fp32": "fp32", "bf16": "bf16"}, "--memory-budget": {"h100-80": "h100-80", "500 MiB": "500 MiB"},
 }  # fmt: skip
 
@@ -43,10 +44,11 @@ WRONG = {
     "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
     "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
+    "--kernels": ("cuda", ""), "--attention": ("math", "cpu"),
     "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
 
-UNBUILT = ("-z 2", "-z 3", "-pn 2 -z 1", "-pn 8", "-pr 1", "-ge 1", "-ge 2", "-r 7", "-r 7 --plan")
+UNBUILT = ("-z 2", "-z 3", "-pn 2 -z 1", "-pn 8", "-pr 1", "-r 7", "-r 7 --plan")
 
 # flags that each are fine and together ask for what cannot be -> the sentence's beginning
 AT_ODDS = {
@@ -55,9 +57,12 @@ AT_ODDS = {
     "-r 6 --offload-residual": "-r 6 --offload-residual: this level keeps too few residuals to move",
     "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to move",
     "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
+    "-ge 2 -r 3": "-ge 2 -r 3: GELU's gradient joins a matmul that runs before this level has its input again",
+    "-ge 2 -r 6 --plan": "-ge 2 -r 6: GELU's gradient joins a matmul",
     "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
 }  # fmt: skip
-NOT_AT_ODDS = ("-r auto", "-b auto", "-r auto -b 2", "-b auto -r 6", "--plan --json", "--plan --tensors", "-r auto --offload-residual",
+NOT_AT_ODDS = ("-ge 2 -r 2", "-ge 2 -r auto", "-ge 1 -r 6",
+               "-r auto", "-b auto", "-r auto -b 2", "-b auto -r 6", "--plan --json", "--plan --tensors", "-r auto --offload-residual",
                "-r 5 --offload-residual", "--master none", "--master none -w 0", "--master none -w 1", "--master auto -w 0",
                "--master bits16", "--master fp32 -w 1", "--optimizer-state bf16 --grad-dtype fp32")  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 
 from llmc.backend import resident_bytes
 from llmc.config import ModelConfig
+from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
@@ -51,15 +52,14 @@ def batch(step, config=SMALL, B=B, T=T):
 
 
 def train_step(model, step, accumulation=1, lr=1e-2, first_batch=0):
-    """One step as the program takes it; (loss, norm) and the gradient's bits."""
+    """One step as the program takes it, which reads loss and norm after the update; (loss, norm) and the gradient's bits."""
     for micro_step in range(accumulation):
         inputs, targets = batch(first_batch + accumulation * step + micro_step, model.config, model.B, model.T)
         model.forward(inputs)
         model.backward(targets, accumulation, micro_step)
-    loss, norm = model.mean_loss(accumulation), model.grad_norm()
-    gradients = raw(model.flat["gradients"])
+    norm, gradients = model.grad_norm(), raw(model.flat["gradients"])
     model.update(lr, 0.1, step + 1, norm)
-    return loss, norm, gradients
+    return model.mean_loss(accumulation), norm.item(), gradients
 
 
 def raw(tensor) -> bytes:
@@ -122,7 +122,7 @@ def test_ten_updates_follow_a_float64_training_run():
         tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
         model.forward(inputs)
         model.backward(targets)
-        loss, norm = model.mean_loss(), model.grad_norm()
+        loss, norm = model.mean_loss(), model.grad_norm().item()
         model.update(3e-3, 0.1, step + 1, norm)
         rows.append([(loss, norm), eager.step(*tensors, 3e-3, 0.1), exact.step(*tensors, 3e-3, 0.1)])
     ours, other, truth = np.array(rows).transpose(1, 0, 2)  # each (10, 2): loss and norm
@@ -140,7 +140,41 @@ def test_gradient_norm_is_that_of_the_sixteen_gradients(precision):
     assert want > 1  # clipping is at work in this file
     # an fp32 dot product of n squares in 16 lanes: three deviations of a random walk of n / 16 roundings, halved by the root
     n = model.flat["gradients"].numel()
-    assert abs(model.grad_norm() - want) <= 1.5 * (n / 16) ** 0.5 * 2.0**-24 * want
+    norm = model.grad_norm()
+    assert norm.shape == () and norm.dtype == torch.float32
+    assert abs(norm.item() - want) <= 1.5 * (n / 16) ** 0.5 * 2.0**-24 * want
+
+
+@precisions
+def test_the_norm_is_taken_as_a_tensor_or_as_a_number(precision):
+    """The loop hands the update a tensor that it has not read; a caller may hand it a number. The same bits, of a clipped step."""
+    states = []
+    for form in (lambda norm: norm, lambda norm: norm.item(), lambda norm: norm.clone()):
+        model = build(SMALL, precision)
+        for step in range(2):
+            inputs, targets = batch(step)
+            model.forward(inputs)
+            model.backward(targets)
+            norm = model.grad_norm()
+            assert norm > 1
+            model.update(1e-2, 0.1, step + 1, form(norm))
+        states.append(state(model))
+    assert states[0] == states[1] == states[2]
+
+
+@precisions
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_order_from_the_loader_is_the_one_found_in_the_inputs(accumulation, precision):
+    """backward sorts the inputs itself where nobody has, numpy or torch: the same bits."""
+    runs = []
+    for given, as_torch in ((False, False), (True, False), (False, True)):
+        model = build(SMALL, precision)
+        for micro_step in range(accumulation):
+            inputs, targets = batch(micro_step)
+            model.forward(torch.from_numpy(inputs) if as_torch else inputs)
+            model.backward(targets, accumulation, micro_step, token_order(inputs) if given else None)
+        runs.append(raw(model.flat["gradients"]))
+    assert runs[0] == runs[1] == runs[2]
 
 
 @precisions

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from llmc.config import ModelConfig
-from llmc.memory.ladder import NOT_KEPT, WRITER, Segments, backward_schedule, kept_names, segments
+from llmc.memory.ladder import IN_ONE_PASS, NOT_KEPT, WRITER, Segments, backward_schedule, kept_names, passes, segments
 from llmc.memory.plan import Plan, PlanOptions
-from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS
+from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, FORWARD_STAGES
 
 LEVELS = tuple(NOT_KEPT)
 DEPTHS = range(1, 41)
@@ -140,17 +140,117 @@ def test_the_plan_takes_segments_and_slots_from_the_ladder(level, L):
 @every_level
 @pytest.mark.parametrize("L", [1, 5, 7])
 def test_the_model_runs_blocks_in_the_order_of_the_walk(level, L):
-    """What clashes() walked through is what forward and backward of the model do, block by block."""
+    """What clashes() walked through is what forward and backward of the model do, block by block.
+
+    A block starts from its ln1, which the block below has made in its last pass, or a pass of its own where none ran before it.
+    """
     from llmc.gpt2 import GPT2
 
     config = ModelConfig(max_seq_len=4, vocab_size=10, num_layers=L, num_heads=1, channels=8, padded_vocab_size=16)
     model, order = GPT2(Plan(PlanOptions(config, 1, 4, precision="fp32", recompute=level, device="cpu"))), []
-    model._run = lambda stages, layer: order.append((stages is model.forward_stages, layer.number))
+    ready = []  # layers whose ln1 is made and not yet used; None for the last layernorm
+
+    def run_block(layer, above):
+        assert ready == [layer.number]
+        ready[:] = [] if above is None else [None] if above is model.final else [above.number]
+        order.append((True, layer.number))
+
+    model._ln1_forward = lambda layer: ready.append(layer.number)
+    model._block_forward = run_block
+    model.backward_passes = [lambda layer: order.append((False, layer.number))]
     tokens = np.zeros((1, 4), dtype=np.int64)
     model.forward(tokens)
     assert len(order) == L  # so that what runs forward after these, runs again
+    assert ready == [None]
+    ready.clear()
     model.backward(tokens)
+    assert not ready  # nor is a layernorm made for nobody
     assert order == [(what != "backward", l) for what, l in steps(segments(level, L)) if what != "lnf"]
+
+
+@every_level
+def test_the_model_runs_the_passes_of_the_ladder(level):
+    """Forward and backward of a block are the passes of the tables' stages in order, ln1's and the last one's at the seams of blocks."""
+    from llmc.gpt2 import GPT2
+
+    config = ModelConfig(max_seq_len=4, vocab_size=10, num_layers=2, num_heads=1, channels=8, padded_vocab_size=16)
+    model, order = GPT2(Plan(PlanOptions(config, 1, 4, precision="fp32", recompute=level, device="cpu"))), []
+    assert [f"_{name}" for name in passes(backward_schedule(level))] == [run.__name__ for run in model.backward_passes]
+    model.forward_passes = [lambda _, run=run: order.append(run.__name__) for run in model.forward_passes]
+    model._ln1_forward = lambda _: order.append("_ln1_forward")
+    model._fcproj = lambda *_: order.append("_fcproj")
+    model._block_forward(model.layers[1], None)
+    assert ["_ln1_forward", *order] == [f"_{name}" for name in passes(FORWARD_STAGES)]
+
+
+# ----------------------------------------------------------------------------
+# passes
+
+EVERY_SCHEDULE = {"forward": FORWARD_STAGES} | {f"-r {level}": backward_schedule(level) for level in LEVELS}
+
+
+def written_out(name):
+    """The stages of a pass, by name."""
+    return next((list(run) for run, joined in IN_ONE_PASS.items() if joined == name), [name])
+
+
+@pytest.mark.parametrize("stages", EVERY_SCHEDULE.values(), ids=EVERY_SCHEDULE)
+def test_passes_written_out_are_the_schedule(stages):
+    """Nothing is lost, doubled or put in another place by joining."""
+    assert [stage for name in passes(stages) for stage in written_out(name)] == [s.name for s in stages]
+
+
+@pytest.mark.parametrize("stages", EVERY_SCHEDULE.values(), ids=EVERY_SCHEDULE)
+def test_passes_join_the_neighbours_of_the_table_and_nothing_else(stages):
+    """Wherever all stages of an entry follow each other there is its pass, and none of them is left alone beside it."""
+    names, joined = [s.name for s in stages], list(passes(stages))
+    for run, name in IN_ONE_PASS.items():
+        places = [i for i in range(len(names)) if tuple(names[i : i + len(run)]) == run]
+        assert joined.count(name) == len(places)
+    assert [name for name in joined if name not in IN_ONE_PASS.values()] == [
+        name for i, name in enumerate(names)
+        if not any(tuple(names[at : at + len(run)]) == run for run in IN_ONE_PASS for at in range(max(0, i - len(run) + 1), i + 1))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level, joined", [
+    (0, []), (1, ["gelu_backward_and_again"]), (2, ["gelu_backward_and_again"]), (3, ["gelu_backward_and_again"]),
+    (4, ["gelu_backward_and_again"]), (5, ["ln1_forward", "attproj_ln2", "gelu_backward_and_again"]),
+    (6, ["ln1_forward", "attproj_ln2", "gelu_backward_and_again"]),
+])  # fmt: skip
+def test_passes_of_each_level(level, joined):
+    """GELU runs again with its gradient wherever it must; layernorms run again whole only where their statistics are not kept.
+
+    Sorted, as where a block's second half comes back first depends on the level.
+    """
+    assert sorted(name for name in passes(backward_schedule(level)) if name in IN_ONE_PASS.values()) == sorted(joined)
+    assert [name for name in passes(FORWARD_STAGES) if name in IN_ONE_PASS.values()] == ["ln1_forward", "attproj_ln2"]
+
+
+def test_stages_that_do_not_follow_each_other_are_not_joined():
+    """Made up: an entry cut short, turned round, or with another stage inside, stays as it is; two in a row are both joined."""
+    by_name = {s.name: s for s in (*FORWARD_STAGES, *BACKWARD_STAGES)}
+
+    def joined(*names):
+        return passes([by_name[name] for name in names])
+
+    for alone in (
+        ("ln1", "ln1_statistics"),
+        ("ln1_statistics", "qkv", "ln1"),
+        ("attproj", "ln2_statistics"),
+        ("attproj", "ln2"),
+        ("gelu",),
+        (),
+    ):
+        assert joined(*alone) == alone
+    assert joined("ln1_statistics", "ln1_statistics", "ln1", "ln1") == ("ln1_statistics", "ln1_forward", "ln1")
+    assert joined("gelu_backward", "gelu", "ln1_statistics", "ln1") == ("gelu_backward_and_again", "ln1_forward")
+
+
+def test_no_pass_has_the_name_of_a_stage_or_of_another_pass():
+    names = [s.name for s in (*FORWARD_STAGES, *BACKWARD_STAGES)]
+    assert len({*names, *IN_ONE_PASS.values()}) == len(names) + len(IN_ONE_PASS)
+    assert all(name in names for run in IN_ONE_PASS for name in run)
 
 
 # ----------------------------------------------------------------------------
@@ -175,7 +275,8 @@ def test_kept_and_not_kept_are_all_there_is(level):
 def test_no_stage_runs_twice_in_one_block_s_backward(level):
     names = [stage.name for stage in backward_schedule(level)]
     assert len(set(names)) == len(names)
-    assert [name for name in names if name.endswith("_backward")] == [stage.name for stage in BACKWARD_STAGES]
+    forward = {stage.name for stage in FORWARD_STAGES}
+    assert [name for name in names if name not in forward] == [stage.name for stage in BACKWARD_STAGES]
 
 
 @every_level

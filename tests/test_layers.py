@@ -3,6 +3,7 @@
 Outputs start as NaN and accumulating ones from noise, so what is not written, or overwritten, shows.
 """
 
+from dataclasses import replace
 from math import inf, nan, sqrt
 
 import numpy as np
@@ -10,14 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmc.layers.adamw import TensorState, adamw_update, piece_noise, rounding_pieces
-from llmc.layers.attention import attention_backward, attention_forward, attention_one_row
+from llmc.data.order import token_order
+from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, rounding_pieces
+from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row, pack_gradients
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
 from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
 from llmc.layers.global_norm import global_norm
-from llmc.layers.layernorm import layernorm_backward, layernorm_normalize, layernorm_statistics
-from llmc.layers.matmul import matmul_backward, matmul_forward
+from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
+from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rounding import noise_2d, round_to_bf16
 from oracle import adamw, assert_as_good_as_eager, attention
@@ -62,6 +64,11 @@ def judge(names, ours, function, leaves, dout, dtype, before=None, floor=1.0):
         if start is not None:
             want, theirs = start.double() + want, start + theirs
         assert_as_good_as_eager(mine, theirs, want, what=name, floor=floor)
+
+
+def row_scratch(width, rows, columns=None):
+    """Working room of `rows` rows of `width` at a time, no larger than a layer asks for; column_sums are 2 x columns."""
+    return {"rows": unwritten(4, rows, width), "row_stats": unwritten(2, rows), "column_sums": unwritten(2, columns or width)}
 
 
 # ----------------------------------------------------------------------------
@@ -170,21 +177,24 @@ def test_rounding_keeps_nan_a_nan_and_what_bf16_holds(threshold):
 )
 def test_weights_are_rounded_at_the_contracts_positions(layers, n, room):
     """Cutting a tensor into pieces changes no bit: element k of layer l has its own place in the noise."""
-    master, seed = noise(layers * n, seed=layers), 3735928559
-    param, scratch = unwritten(layers * n, dtype=torch.bfloat16), rounding_scratch(room)
-    for piece in rounding_pieces(layers, layers * n, room):
-        round_piece(param[piece.flat], master[piece.flat], piece, seed, scratch)
-    assert same_bits(param, rounded(master, seed, layers=layers))
+    master, seed, start = noise(layers * n, seed=layers), 3735928559, 77  # where the tensor begins in its arena is no part of the place
+    param, scratch = unwritten(start + layers * n + 5, dtype=torch.bfloat16), rounding_scratch(room)
+    arena = torch.cat([unwritten(start), master, unwritten(5)])
+    for piece in rounding_pieces(start, layers, layers * n, room):
+        round_piece(param[piece.flat], arena[piece.flat], piece, seed, scratch)
+    assert same_bits(param[start:-5], rounded(master, seed, layers=layers))
+    assert param[:start].isnan().all() and param[-5:].isnan().all()
 
 
 @pytest.mark.parametrize("layers, n, room", [(1, 1, 512), (7, 40, 1024), (3, 1025, 2048), (2, 3001, 1024), (12, 768 * 3, 1 << 18)])
 def test_pieces_cover_every_element_once_and_fit_their_room(layers, n, room):
-    seen = np.zeros(layers * n, dtype=int)
-    for piece in rounding_pieces(layers, layers * n, room):
-        seen[piece.flat] += 1
-        assert piece.layers * -(-piece.length // 512) * 512 <= room
-        assert piece.flat.stop <= layers * n
-    assert (seen == 1).all()
+    for start in (0, 1009):
+        seen = np.zeros(start + layers * n, dtype=int)
+        for piece in rounding_pieces(start, layers, layers * n, room):
+            seen[piece.flat] += 1
+            assert piece.layers * -(-piece.length // 512) * 512 <= room
+            assert start <= piece.flat.start < piece.flat.stop <= start + layers * n
+        assert not seen[:start].any() and (seen[start:] == 1).all()
 
 
 def test_rounding_is_unbiased():
@@ -193,7 +203,7 @@ def test_rounding_is_unbiased():
     for share in (0.1, 0.5, 0.97):
         value = 1 + share * 2.0**-7  # bf16's neighbours are 1 and 1 + 2**-7
         out, scratch = unwritten(n, dtype=torch.bfloat16), rounding_scratch(n)
-        for piece in rounding_pieces(1, n, n):
+        for piece in rounding_pieces(0, 1, n, n):
             round_piece(out, torch.full((n,), value), piece, 12345, scratch)
         up = (out.float() > 1).double().mean().item()
         assert abs(up - share) < 5 * sqrt(share * (1 - share) / n)
@@ -238,7 +248,7 @@ def test_encoder_backward_adds_rows_of_equal_tokens(B, T, C, dtype, kind, accumu
     dwte_before = noise(V, C, dtype=dtype, seed=4)
     dwpe_before = noise(maxT, C, dtype=dtype, seed=5)
     dwte, dwpe = dwte_before.clone(), dwpe_before.clone() if accumulate else unwritten(maxT, C, dtype=dtype)
-    encoder_backward(dwte, dwpe, dout, inputs, encoder_scratch(B, T, C, dtype), seed=99, accumulate=accumulate)
+    encoder_backward(dwte, dwpe, dout, inputs, token_order(inputs), encoder_scratch(B, T, C, dtype), seed=99, accumulate=accumulate)
 
     before = {"dwte": dwte_before, "dwpe": dwpe_before if accumulate else torch.zeros_like(dwpe)}
     # a stochastic rounding errs by up to one unit in the last place, four times a mean nearest one: floor 2 of a half
@@ -250,6 +260,54 @@ def test_encoder_backward_adds_rows_of_equal_tokens(B, T, C, dtype, kind, accumu
     assert same_bits(dwpe[T:], before["dwpe"][T:])
 
 
+def in_order(rows):
+    """fp32 rows (n, C) added one after the other onto the first."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+@shapes
+@pytest.mark.parametrize("kind", ["any", "few", "one"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_encoder_backward_adds_strictly_in_order(B, T, C, kind, accumulate):
+    """Rows of one token by position, those of one position by b, one fp32 addition at a time. fp32: to the bit."""
+    V, maxT = 29, T + 5
+    inputs, dout = tokens_of(kind, B, T, V), noise(B, T, C, seed=3)
+    dwte_before, dwpe_before = noise(V, C, seed=4), noise(maxT, C, seed=5)
+    dwte, dwpe = dwte_before.clone(), dwpe_before.clone() if accumulate else unwritten(maxT, C)
+    encoder_backward(dwte, dwpe, dout, inputs, token_order(inputs), encoder_scratch(B, T, C, torch.float32), seed=99, accumulate=accumulate)
+    for token in range(V):
+        assert same_bits(dwte[token], in_order([dwte_before[token], *dout[inputs == token]]))  # a mask keeps the order of positions
+    for t in range(T):
+        want = in_order(dout[:, t])
+        assert same_bits(dwpe[t], dwpe_before[t] + want if accumulate else want)
+
+
+@pytest.mark.parametrize("kind", ["any", "few", "one"])
+@pytest.mark.parametrize("room", [1, 3, 100])
+def test_encoder_backward_in_bf16_rounds_the_sum_in_order_at_its_place_in_the_noise(kind, room):
+    """To the bit: rows summed in order in fp32, onto the gradient, rounded at (column, row), position rows behind those of tokens."""
+    B, T, C, V, seed = 3, 13, 11, 29, 3735928559
+    inputs, dout = tokens_of(kind, B, T, V), noise(B, T, C, dtype=torch.bfloat16, seed=3)
+    dwte_before, dwpe_before = noise(V, C, dtype=torch.bfloat16, seed=4), noise(T, C, dtype=torch.bfloat16, seed=5)
+    dwte, dwpe = dwte_before.clone(), dwpe_before.clone()
+    scratch = encoder_scratch(B, T, C, torch.bfloat16, room * C)
+    encoder_backward(dwte, dwpe, dout, inputs, token_order(inputs), scratch, seed=seed, accumulate=True)
+
+    def rounded_row(values, row):
+        integers = values.view(torch.int32).tolist()
+        bits = [rounded_bits(v & 0xFFFFFFFF, squirrel_noise(c + 198491317 * row, seed)) for c, v in enumerate(integers)]
+        return torch.from_numpy(np.array(bits, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
+
+    for token in inputs.unique().tolist():
+        sums = in_order(dout[inputs == token].float())
+        assert same_bits(dwte[token], rounded_row(sums + dwte_before[token].float(), token))
+    for t in range(T):
+        assert same_bits(dwpe[t], rounded_row(in_order(dout[:, t].float()) + dwpe_before[t].float(), V + t))
+
+
 def test_encoder_backward_repeats_its_bits():
     B, T, C, V = 3, 64, 768, 5
     inputs, dout = tokens_of("any", B, T, V), noise(B, T, C, seed=3)
@@ -257,7 +315,9 @@ def test_encoder_backward_repeats_its_bits():
         results = []
         for _ in range(2):
             dwte, dwpe = noise(V, C, dtype=dtype, seed=4), unwritten(T, C, dtype=dtype)
-            encoder_backward(dwte, dwpe, dout.to(dtype), inputs, encoder_scratch(B, T, C, dtype), seed=7, accumulate=False)
+            encoder_backward(
+                dwte, dwpe, dout.to(dtype), inputs, token_order(inputs), encoder_scratch(B, T, C, dtype), seed=7, accumulate=False
+            )
             results.append((dwte, dwpe))
         assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
 
@@ -269,7 +329,9 @@ def test_encoder_backward_in_bf16_does_not_depend_on_its_working_room():
     results = []
     for room in (C, 3 * C + 1, 4096):
         dwte, dwpe = noise(V, C, dtype=torch.bfloat16, seed=4), unwritten(T, C, dtype=torch.bfloat16)
-        encoder_backward(dwte, dwpe, dout, inputs, encoder_scratch(B, T, C, torch.bfloat16, room), seed=7, accumulate=False)
+        encoder_backward(
+            dwte, dwpe, dout, inputs, token_order(inputs), encoder_scratch(B, T, C, torch.bfloat16, room), seed=7, accumulate=False
+        )
         results.append(torch.cat([dwte, dwpe]))
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
@@ -285,7 +347,8 @@ def test_encoder_backward_in_bf16_is_one_unbiased_rounding_of_the_sum():
     ulps = [2.0 ** (torch.floor(torch.log2(e.abs())) - 7) for e in exact]
     for seed in range(seeds):
         got = [dwte_before.clone(), dwpe_before.clone()]
-        encoder_backward(*got, dout, inputs, encoder_scratch(B, T, C, torch.bfloat16), seed=seed * 2654435761 % 2**32, accumulate=True)
+        scratch = encoder_scratch(B, T, C, torch.bfloat16)
+        encoder_backward(*got, dout, inputs, token_order(inputs), scratch, seed=seed * 2654435761 % 2**32, accumulate=True)
         for total, g, e, ulp in zip(totals, got, exact, ulps):
             assert ((g.double() - e).abs() <= ulp * 1.001).all()  # the fp32 sum may lie an fp32 rounding off
             total += g.double()
@@ -300,7 +363,8 @@ def test_encoder_backward_in_bf16_rounds_tokens_and_positions_apart():
     T, C = 32, 40
     dout, before = noise(1, T, C, seed=3, scale=0.1).bfloat16(), noise(T, C, seed=4).bfloat16()
     dwte, dwpe = before.clone(), before.clone()
-    encoder_backward(dwte, dwpe, dout, torch.arange(T)[None], encoder_scratch(1, T, C, torch.bfloat16), seed=7, accumulate=True)
+    inputs, scratch = torch.arange(T)[None], encoder_scratch(1, T, C, torch.bfloat16)
+    encoder_backward(dwte, dwpe, dout, inputs, token_order(inputs), scratch, seed=7, accumulate=True)
     inexact = before.double() + dout[0].double() != dwte.double()
     same = (dwte == dwpe)[inexact].double().mean().item()
     assert inexact.sum() > 500 and 0.3 < same < 0.85
@@ -311,14 +375,13 @@ def test_encoder_backward_in_bf16_rounds_tokens_and_positions_apart():
 
 
 def norm_scratch(C, rows):
-    return {"norm_rows": unwritten(3, rows, C), "norm_stats": unwritten(2, rows), "norm_sums": unwritten(3, C)}
+    return row_scratch(C, rows, 2 * C)
 
 
 def layernorm(inp, weight, bias, scratch):
     B, T, C = inp.shape
     out, mean, rstd = unwritten(B, T, C, dtype=inp.dtype), unwritten(B, T), unwritten(B, T)
-    layernorm_statistics(mean, rstd, inp, scratch)
-    layernorm_normalize(out, inp, mean, rstd, weight, bias, scratch)
+    layernorm_forward(out, mean, rstd, inp, weight, bias, scratch)
     return out, mean, rstd
 
 
@@ -359,20 +422,92 @@ def test_layernorm_of_rows_far_from_zero_loses_only_the_means_digits(C, dtype):
 @dtypes
 @shapes
 @pytest.mark.parametrize("rows", [1, 4, 100])
+def test_normalising_again_from_kept_statistics_gives_the_same_bits(B, T, C, dtype, rows):
+    """As recompute does, whatever the size of its working room."""
+    inp, weight, bias = layernorm_case(B, T, C, dtype)
+    out, mean, rstd = layernorm(inp, weight, bias, norm_scratch(C, 4))
+    again, kept = unwritten(B, T, C, dtype=dtype), [inp.clone(), mean.clone(), rstd.clone()]
+    layernorm_normalize(again, inp, mean, rstd, weight, bias, norm_scratch(C, rows))
+    assert same_bits(again, out)
+    assert all(same_bits(a, b) for a, b in zip(kept, (inp, mean, rstd)))
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_residual_and_layernorm_in_one_are_the_two_one_after_the_other(B, T, C, dtype, rows):
+    """Bit for bit: the sum as it was rounded is what is normalised."""
+    added, weight, bias = layernorm_case(B, T, C, dtype)
+    residual = noise(B, T, C, dtype=dtype, seed=8)
+    stream, kept = added.clone(), residual.clone()
+    residual_add_inplace(stream, residual)
+    want = layernorm(stream, weight, bias, norm_scratch(C, rows))
+    both, ours = added.clone(), (unwritten(B, T, C, dtype=dtype), unwritten(B, T), unwritten(B, T))
+    residual_layernorm_forward(both, *ours, residual, weight, bias, norm_scratch(C, rows))
+    assert same_bits(both, stream) and same_bits(residual, kept)
+    assert all(same_bits(a, b) for a, b in zip(ours, want))
+
+
+def norm_of_projection(stream_gradient):
+    """The stream with a projection's bias added, handed on and normalised: (function of inp, weight, bias, that bias; its dout).
+
+    Its gradients are those of layernorm_backward: the stream's comes back both ways, and the bias gets the sum of its rows.
+    """
+
+    def function(inp, weight, bias, proj_bias):
+        stream = inp + proj_bias
+        return torch.stack([F.layer_norm(stream, weight.shape, weight, bias), stream])
+
+    return function, lambda dout: torch.stack([dout, stream_gradient])
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_layernorm_backward(B, T, C, dtype, rows, accumulate):
-    """dresidual is always added to; dweight and dbias are written, whatever they held, when accumulate is False."""
+    """dresidual is always added to; dweight, dbias and dproj_bias are written, whatever they held, when accumulate is False."""
     inp, weight, bias = layernorm_case(B, T, C, dtype)
     dout = noise(B, T, C, dtype=dtype, seed=4)
-    scratch = norm_scratch(C, rows)
-    _, mean, rstd = layernorm(inp, weight, bias, scratch)
-    before = {"dresidual": noise(B, T, C, dtype=dtype, seed=5)}
-    if accumulate:
-        before |= {"dweight": noise(C, dtype=dtype, seed=6), "dbias": noise(C, dtype=dtype, seed=7)}
-    ours = [before[n].clone() if n in before else unwritten(C, dtype=dtype) for n in ("dresidual", "dweight", "dbias")]
+    _, mean, rstd = layernorm(inp, weight, bias, norm_scratch(C, rows))
+    dresidual = noise(B, T, C, dtype=dtype, seed=5)
+    summed = ("dweight", "dbias", "dproj_bias")
+    before = {name: noise(C, dtype=dtype, seed=6 + i) for i, name in enumerate(summed)} if accumulate else {}
+    ours = [dresidual.clone(), *(before[n].clone() if n in before else unwritten(C, dtype=dtype) for n in summed)]
+    kept = [t.clone() for t in (dout, inp, weight, mean, rstd)]
     layernorm_backward(*ours, dout, inp, weight, mean, rstd, norm_scratch(C, rows), accumulate=accumulate)
-    names = ["dresidual", "dweight", "dbias"]
-    judge(names, ours, lambda *p: F.layer_norm(p[0], (C,), *p[1:]), [inp, weight, bias], dout, dtype, before, floor=2)
+    function, both = norm_of_projection(dresidual)
+    leaves = [inp, weight, bias, torch.zeros(C, dtype=dtype)]
+    judge(["dresidual", *summed], ours, function, leaves, both(dout), dtype, before, floor=2)
+    assert all(same_bits(a, b) for a, b in zip(kept, (dout, inp, weight, mean, rstd)))
+
+
+@dtypes
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_layernorm_backward_without_a_projection_below_gives_the_other_gradients_the_same_bits(accumulate, dtype):
+    """The first block's ln1 follows the embedding, which has no bias."""
+    inp, weight, bias = layernorm_case(3, 7, 40, dtype)
+    dout = noise(3, 7, 40, dtype=dtype, seed=4)
+    _, mean, rstd = layernorm(inp, weight, bias, norm_scratch(40, 4))
+    results = []
+    for dproj_bias in (unwritten(40, dtype=dtype), None):
+        ours = [noise(3, 7, 40, dtype=dtype, seed=5), noise(40, dtype=dtype, seed=6), noise(40, dtype=dtype, seed=7)]
+        layernorm_backward(*ours, dproj_bias, dout, inp, weight, mean, rstd, norm_scratch(40, 4), accumulate=accumulate)
+        results.append(ours)
+    assert all(same_bits(a, b) for a, b in zip(*results))
+
+
+@dtypes
+def test_the_projection_s_bias_gets_the_sum_of_the_whole_stream_s_gradient(dtype):
+    """Of the new dresidual, and not only of what went through the norm: with dout zero it is the sum of what was there."""
+    inp, weight, bias = layernorm_case(3, 7, 40, dtype)
+    _, mean, rstd = layernorm(inp, weight, bias, norm_scratch(40, 4))
+    dresidual, dproj_bias = noise(3, 7, 40, dtype=dtype, seed=5), unwritten(40, dtype=dtype)
+    ours = [dresidual.clone(), unwritten(40, dtype=dtype), unwritten(40, dtype=dtype), dproj_bias]
+    layernorm_backward(*ours, torch.zeros_like(inp), inp, weight, mean, rstd, norm_scratch(40, 4), accumulate=False)
+    assert same_bits(ours[0], dresidual)
+    exact = dresidual.double().sum((0, 1))
+    assert_as_good_as_eager(dproj_bias, dresidual.sum((0, 1)), exact, what="dproj_bias")
 
 
 @dtypes
@@ -414,19 +549,45 @@ def test_matmul_forward(B, T, C, OC, dtype, biased):
 @dtypes
 @pytest.mark.parametrize("B, T, C, OC", MATMULS)
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("biased", [True, False])
-def test_matmul_backward(B, T, C, OC, dtype, accumulate, biased):
-    """With accumulate False the NaNs in dweight and dbias must not be read."""
+def test_matmul_backward(B, T, C, OC, dtype, accumulate):
+    """With accumulate False the NaNs in dweight must not be read."""
     inp, weight = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2)
-    bias, dout = noise(OC, dtype=dtype, seed=3), noise(B, T, OC, dtype=dtype, seed=4)
-    before = {"dweight": noise(OC, C, dtype=dtype, seed=5), "dbias": noise(OC, dtype=dtype, seed=6)} if accumulate else {}
+    dout = noise(B, T, OC, dtype=dtype, seed=4)
+    before = {"dweight": noise(OC, C, dtype=dtype, seed=5)} if accumulate else {}
     dinp = unwritten(B, T, C, dtype=dtype)
     dweight = before["dweight"].clone() if accumulate else unwritten(OC, C, dtype=dtype)
-    dbias = before["dbias"].clone() if accumulate else unwritten(OC, dtype=dtype)
-    bias_sum = unwritten(OC + 3, dtype=dtype)
-    matmul_backward(dinp, dweight, dbias if biased else None, dout, inp, weight, accumulate=accumulate, bias_sum=bias_sum)
-    ours = [dinp, dweight, dbias] if biased else [dinp, dweight]
-    judge(["dinp", "dweight", "dbias"], ours, F.linear, [inp, weight, bias], dout, dtype, before)
+    matmul_backward(dinp, dweight, dout, inp, weight, accumulate=accumulate)
+    judge(["dinp", "dweight"], [dinp, dweight], F.linear, [inp, weight], dout, dtype, before)
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, OC", MATMULS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_matmul_backward_is_its_two_halves(B, T, C, OC, dtype, accumulate):
+    """The schedule takes fcproj's apart; not a bit may depend on that, nor on which comes first."""
+    inp, weight, dout = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2), noise(B, T, OC, dtype=dtype, seed=4)
+    whole, halves = ((unwritten(B, T, C, dtype=dtype), noise(OC, C, dtype=dtype, seed=5)) for _ in range(2))
+    matmul_backward(*whole, dout, inp, weight, accumulate=accumulate)
+    matmul_dinput(halves[0], dout, weight)
+    matmul_dweight(halves[1], dout, inp, accumulate=accumulate)
+    assert all(same_bits(a, b) for a, b in zip(whole, halves))
+
+
+@pytest.mark.parametrize("B, T, C, OC", MATMULS)
+@pytest.mark.parametrize("rows", [1, 2, 100])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_fp32_weight_gradient_of_bf16_operands(B, T, C, OC, rows, accumulate):
+    """Widened a few rows at a time: as good as an fp32 matmul of the same numbers."""
+    inp, dout = noise(B, T, C, dtype=torch.bfloat16, seed=1), noise(B, T, OC, dtype=torch.bfloat16, seed=4)
+    before = noise(OC, C, seed=5)
+    dweight = before.clone() if accumulate else unwritten(OC, C)
+    matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=unwritten(rows, OC + C))
+    exact, eager = (dout.to(t).view(-1, OC).t() @ inp.to(t).view(-1, C) for t in (torch.float64, torch.float32))
+    if accumulate:
+        exact, eager = before.double() + exact, before + eager
+    assert_as_good_as_eager(
+        dweight, eager, exact, what="dweight", floor=1 + sqrt(B * T / min(rows, B * T))
+    )  # one sum onto another per piece
 
 
 @dtypes
@@ -437,8 +598,8 @@ def test_matmul_backward_may_write_the_gradient_over_its_input(B, T, C, OC, dtyp
     for accumulate in (False, True):
         apart, together = (noise(OC, C, dtype=dtype, seed=5) for _ in range(2))
         dinp, both = unwritten(B, T, C, dtype=dtype), inp.clone()
-        matmul_backward(dinp, apart, None, dout, inp, weight, accumulate=accumulate)
-        matmul_backward(both, together, None, dout, both, weight, accumulate=accumulate)
+        matmul_backward(dinp, apart, dout, inp, weight, accumulate=accumulate)
+        matmul_backward(both, together, dout, both, weight, accumulate=accumulate)
         assert same_bits(apart, together) and same_bits(dinp, both)
 
 
@@ -459,14 +620,18 @@ def gelu_formula(x):
     return 0.5 * x * (1 + torch.tanh(sqrt(2 / torch.pi) * (x + 0.044715 * x**3)))
 
 
+GELU_ROWS = pytest.mark.parametrize("rows", [1, 4, 100])
+
+
 @dtypes
 @shapes
-def test_gelu_is_the_tanh_formula_both_ways(B, T, C, dtype):
+@GELU_ROWS
+def test_gelu_is_the_tanh_formula_both_ways(B, T, C, dtype, rows):
     """Also against the formula written out, which torch's own gelu, the yardstick, cannot excuse."""
     inp, dout = noise(B, T, C, dtype=dtype, seed=1, scale=3), noise(B, T, C, dtype=dtype, seed=2)
     out, grad, kept = unwritten(B, T, C, dtype=dtype), dout.clone(), inp.clone()
-    gelu_forward(out, inp)
-    gelu_backward_inplace(grad, inp)
+    gelu_forward(out, inp, row_scratch(C, rows))
+    gelu_backward_inplace(grad, unwritten(C, dtype=dtype), inp, row_scratch(C, rows), accumulate=False)
     exact_out, (exact_grad,) = autograd(gelu_formula, [inp], dout, torch.float64)
     eager_out, (eager_grad,) = autograd(lambda x: F.gelu(x, approximate="tanh"), [inp], dout, dtype)
     assert_as_good_as_eager(out, eager_out, exact_out, what="out")
@@ -477,13 +642,49 @@ def test_gelu_is_the_tanh_formula_both_ways(B, T, C, dtype):
 
 
 @dtypes
+@shapes
+@GELU_ROWS
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gelu_backward_gives_the_bias_below_its_gradient(B, T, C, dtype, rows, accumulate):
+    """The sum over rows of the new gradient, in fp32; a NaN that was there is not read when accumulate is False."""
+    inp, dout = noise(B, T, C, dtype=dtype, seed=1, scale=3), noise(B, T, C, dtype=dtype, seed=2)
+    before = {"dbias": noise(C, dtype=dtype, seed=3)} if accumulate else {}
+    grad, dbias = dout.clone(), before["dbias"].clone() if accumulate else unwritten(C, dtype=dtype)
+    gelu_backward_inplace(grad, dbias, inp, row_scratch(C, rows), accumulate=accumulate)
+
+    def biased(x, bias):
+        # eager's own kernel, but in float64 the formula, as above
+        return gelu_formula(x + bias) if x.dtype == torch.float64 else F.gelu(x + bias, approximate="tanh")
+
+    judge(["dinp", "dbias"], [grad, dbias], biased, [inp, torch.zeros(C, dtype=dtype)], dout, dtype, before)
+
+
+@dtypes
+@shapes
+@GELU_ROWS
+def test_gelu_again_in_the_backward_pass_is_forward_s_to_the_bit_and_changes_nothing_else(B, T, C, dtype, rows):
+    """With forward's own pieces, as in a model; where rows fill whole vectors, with any pieces (torch's sigmoid differs in a tail)."""
+    inp, dout = noise(B, T, C, dtype=dtype, seed=1, scale=3), noise(B, T, C, dtype=dtype, seed=2)
+    want, again = unwritten(B, T, C, dtype=dtype), unwritten(B, T, C, dtype=dtype)
+    gelu_forward(want, inp, row_scratch(C, rows if C % 16 else 3))
+    alone, together, kept = dout.clone(), dout.clone(), inp.clone()
+    biases = [unwritten(C, dtype=dtype) for _ in range(2)]
+    gelu_backward_inplace(alone, biases[0], inp, row_scratch(C, rows), accumulate=False)
+    gelu_backward_inplace(together, biases[1], inp, row_scratch(C, rows), accumulate=False, out_again=again)
+    assert same_bits(again, want)
+    assert same_bits(together, alone) and same_bits(*biases) and same_bits(inp, kept)
+
+
+@dtypes
 def test_gelu_far_from_zero_is_the_identity_or_nothing(dtype):
-    inp = torch.tensor([-1e4, -50.0, -0.0, 0.0, 50.0, 1e4], dtype=dtype)
+    """Up to what overflows when squared; nothing is -1.3e-28 by definition, as the argument of the sigmoid stops at x = -9."""
+    inp = torch.tensor([-inf, -3e38, -1e20, -1e13, -1e4, -50.0, -0.0, 0.0, 50.0, 1e4, 1e13, 1e20, 3e38, inf], dtype=dtype)
     out, grad = torch.full_like(inp, nan), torch.ones_like(inp)
-    gelu_forward(out, inp)
-    gelu_backward_inplace(grad, inp)
-    assert out.tolist() == [0.0, 0.0, 0.0, 0.0, inp[-2].item(), inp[-1].item()]
-    assert grad.tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    gelu_forward(out, inp, row_scratch(14, 1))
+    gelu_backward_inplace(grad, torch.zeros_like(inp), inp, row_scratch(14, 1), accumulate=False)
+    assert (-1.4e-28 < out[:6]).all() and (out[:6] <= 0).all()
+    assert out[6:].tolist() == [0.0, 0.0, *inp[8:].tolist()]
+    assert grad.tolist() == [0.0] * 6 + [0.5, 0.5] + [1.0] * 6
 
 
 @dtypes
@@ -491,13 +692,19 @@ def test_gelu_may_write_over_its_input(dtype):
     """As the sampler does."""
     inp = noise(3, 7, 11, dtype=dtype)
     out, both = torch.empty_like(inp), inp.clone()
-    gelu_forward(out, inp)
-    gelu_forward(both, both)
+    gelu_forward(out, inp, row_scratch(11, 4))
+    gelu_forward(both, both, row_scratch(11, 4))
     assert same_bits(out, both)
 
 
 # ----------------------------------------------------------------------------
 # attention
+
+
+def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, *, rows=4, accumulate=False):
+    """As the model's stage of this name."""
+    gradients = attention_gradients(datty, qkvr, atty, lse, NH, "cpu")
+    pack_gradients(dqkvr, dbias, gradients, NH, row_scratch(len(dbias), rows), accumulate=accumulate)
 
 
 ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1)]  # B, T, C, NH
@@ -510,8 +717,8 @@ def test_attention_is_softmax_of_the_past(B, T, C, NH, dtype):
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1, scale=1.5), noise(B, T, C, dtype=dtype, seed=2)
     atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
     kept = qkvr.clone()
-    attention_forward(atty, lse, qkvr, NH)
-    attention_backward(dqkvr, datty, qkvr, atty, lse, NH)
+    attention_forward(atty, lse, qkvr, NH, "cpu")
+    attention_backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, atty, lse, NH)
     exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
     eager, (deager,) = autograd(lambda x: attention(x, NH), [qkvr], datty, dtype)
     assert_as_good_as_eager(atty, eager, exact, what="atty")
@@ -520,13 +727,43 @@ def test_attention_is_softmax_of_the_past(B, T, C, NH, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_attention_gives_the_bias_below_its_gradient(B, T, C, NH, dtype, rows, accumulate):
+    """Of q, k and v packed: the sum over rows in fp32; a NaN that was there is not read when accumulate is False."""
+    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1, scale=1.5), noise(B, T, C, dtype=dtype, seed=2)
+    before = {"dbias": noise(3 * C, dtype=dtype, seed=3)} if accumulate else {}
+    atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
+    dbias = before["dbias"].clone() if accumulate else unwritten(3 * C, dtype=dtype)
+    attention_forward(atty, lse, qkvr, NH, "cpu")
+    attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, rows=rows, accumulate=accumulate)
+    leaves = [qkvr, torch.zeros(3 * C, dtype=dtype)]
+    judge(["dqkvr", "dbias"], [dqkvr, dbias], lambda x, bias: attention(x + bias, NH), leaves, datty, dtype, before)
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
+def test_packed_gradients_are_those_of_the_heads_side_by_side(B, T, C, NH, dtype):
+    """Copies: q, k and v of every head at its place, also from fp32 gradients and from strided ones; nothing else is touched."""
+    for strided, from_dtype in ((False, dtype), (True, dtype), (False, torch.float32)):
+        shape = (B, T, NH, C // NH) if strided else (B, NH, T, C // NH)
+        gradients = [noise(*shape, dtype=from_dtype, seed=i) for i in range(3)]
+        gradients = [g.transpose(1, 2) for g in gradients] if strided else gradients
+        dqkvr, kept = unwritten(B, T, 3 * C, dtype=dtype), [g.clone() for g in gradients]
+        pack_gradients(dqkvr, unwritten(3 * C, dtype=dtype), gradients, NH, row_scratch(3 * C, 2), accumulate=False)
+        want = torch.cat([g.transpose(1, 2).reshape(B, T, C) for g in gradients], 2).to(dtype)
+        assert same_bits(dqkvr, want) and all(torch.equal(a, b) for a, b in zip(kept, gradients))
+
+
+@dtypes
 def test_attention_error_is_a_few_roundings(dtype):
     """The yardstick above is torch's kernel too; this bound is not: some roundings of the largest value."""
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
     atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
-    attention_forward(atty, lse, qkvr, NH)
-    attention_backward(dqkvr, datty, qkvr, atty, lse, NH)
+    attention_forward(atty, lse, qkvr, NH, "cpu")
+    attention_backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, atty, lse, NH)
     exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
     unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
     assert (atty.double() - exact).abs().max() <= 8 * unit * exact.abs().max()
@@ -542,7 +779,7 @@ def test_attention_does_not_see_the_future(dtype):
     results = []
     for x in (qkvr, changed):
         atty = unwritten(B, T, C, dtype=dtype)
-        attention_forward(atty, unwritten(B, NH, T), x, NH)
+        attention_forward(atty, unwritten(B, NH, T), x, NH, "cpu")
         results.append(atty)
     assert same_bits(results[0][:, :20].contiguous(), results[1][:, :20].contiguous())
     assert not torch.equal(results[0][:, 20:], results[1][:, 20:])
@@ -558,7 +795,7 @@ def test_attention_row_by_row_over_a_cache_is_the_whole(T, C, NH, dtype):
     cache, rows = unwritten(2, T + 3, C, dtype=dtype), unwritten(1, T, C, dtype=dtype)
     for position in range(T):
         out = unwritten(1, C, dtype=dtype)
-        attention_one_row(out, qkvr[:, position].contiguous(), cache, position, NH)
+        attention_one_row(out, qkvr[:, position].contiguous(), cache, position, NH, "cpu")
         rows[:, position] = out
         assert cache[:, position + 1 :].isnan().all()
     assert same_bits(cache[:, :T].transpose(0, 1).reshape(1, T, 2 * C).contiguous(), qkvr[..., C:].contiguous())
@@ -651,7 +888,9 @@ def test_global_norm_of_several_pieces(n, piece, dtype):
     grads = noise(n, dtype=dtype, seed=n) + 0.1
     scratch = {"norm_partials": unwritten(-(-n // piece)), "norm_work": unwritten(min(n, piece))}
     kept = grads.clone()
-    norm = global_norm(grads, scratch, piece=piece)
+    out = unwritten(1)
+    global_norm(out, grads, scratch, piece=piece)
+    norm = out.item()
     exact = grads.double().square().sum().sqrt().item()
     # an fp32 dot product in 16 lanes: three deviations of a random walk of that many roundings, halved by the root, and two for itself
     assert abs(norm - exact) <= exact * 2.0**-24 * (2 + 1.5 * sqrt(min(n, piece) / 16))
@@ -663,24 +902,32 @@ def test_global_norm_tells_of_nan_and_of_its_piece():
     for at in (0, 50, 99):
         grads = torch.ones(100)
         grads[at] = nan
-        assert np.isnan(global_norm(grads, {"norm_partials": unwritten(4)}, piece=32))
+        out = torch.zeros(1)
+        global_norm(out, grads, {"norm_partials": unwritten(4)}, piece=32)
+        assert out.isnan().all()
 
 
 # ----------------------------------------------------------------------------
 # AdamW
 
 
-def states_of(sizes, dtype, *, master, seed=0):
-    """TensorState per (layers, n, decay), with noise for weights and gradients, and moments as after some steps."""
-    states = []
+def update_case(sizes, dtype, *, master, seed=0):
+    """(flat arenas, TensorStates) of tensors (layers, n, decay), with noise for weights and gradients, and moments of zero."""
+    weights = torch.cat([noise(layers * n, seed=seed + i, scale=0.5) for i, (layers, n, _) in enumerate(sizes)])
+    gradients = torch.cat([noise(layers * n, dtype=dtype, seed=100 + seed + i) for i, (layers, n, _) in enumerate(sizes)])
+    flat = {"parameters": weights.to(dtype), "gradients": gradients, "m": torch.zeros(len(weights)), "v": torch.zeros(len(weights))}
+    if master:
+        flat["master"] = weights.clone()
+    tensors, start = [], 0
     for i, (layers, n, decay) in enumerate(sizes):
-        count = layers * n
-        weights = noise(count, seed=seed + i, scale=0.5)
-        states.append(TensorState(
-            weights.to(dtype), noise(count, dtype=dtype, seed=100 + seed + i), torch.zeros(count), torch.zeros(count),
-            weights.clone() if master else None, layers=layers, decay=decay, seed=1000 * i + 5,
-        ))  # fmt: skip
-    return states
+        tensors.append(TensorState(start, layers * n, layers, decay, seed=1000 * i + 5))
+        start += layers * n
+    return flat, tensors
+
+
+def part(t):
+    """Where a tensor lies in the arenas."""
+    return slice(t.start, t.start + t.elements)
 
 
 def update_scratch(room, master):
@@ -695,64 +942,98 @@ SIZES = [(1, 1, True), (1, 1, False), (3, 37, True), (3, 37, False), (2, 1031, T
 @pytest.mark.parametrize("divisor", [1.0, 3.7])
 def test_adamw_follows_the_formula_over_several_steps(weight_decay, divisor):
     """fp32 against float64, decay where it applies and nowhere else, the gradient clipped or not."""
-    states = states_of(SIZES, torch.float32, master=False)
-    exact, eager = ([[t.to(dtype) for t in (s.param, s.m, s.v)] for s in states] for dtype in (torch.float64, torch.float32))
+    flat, tensors = update_case(SIZES, torch.float32, master=False)
+    exact, eager = (
+        [[flat[k][part(t)].to(dtype) for k in ("parameters", "m", "v")] for t in tensors] for dtype in (torch.float64, torch.float32)
+    )
     eager = [[t.clone() for t in copies] for copies in eager]  # to() of its own type is no copy
     for step in range(1, 7):
-        for i, s in enumerate(states):
-            grads = noise(len(s.param), seed=50 * step + i, scale=10.0 ** (step - 4))
-            s.grad.copy_(grads)
+        for i, t in enumerate(tensors):
+            grads = noise(t.elements, seed=50 * step + i, scale=10.0 ** (step - 4))
+            flat["gradients"][part(t)] = grads
             for copies in (exact[i], eager[i]):
                 p, m, v = copies
-                adamw(p, grads.to(p.dtype) / divisor, m, v, lr=1e-2, decay=weight_decay if s.decay else 0.0, t=step)
-        adamw_update(states, {}, lr=1e-2, weight_decay=weight_decay, step=step, grad_divisor=divisor)
-        for s, want, theirs in zip(states, exact, eager):
-            for name, mine, w, t in zip(("param", "m", "v"), (s.param, s.m, s.v), want, theirs):
-                assert_as_good_as_eager(mine, t, w, what=f"{name} after step {step}", floor=2)
+                adamw(p, grads.to(p.dtype) / divisor, m, v, lr=1e-2, decay=weight_decay if t.decay else 0.0, t=step)
+        adamw_update(flat, tensors, {}, lr=1e-2, weight_decay=weight_decay, step=step, grad_norm=divisor * GRADIENT_CLIP)
+        for t, want, theirs in zip(tensors, exact, eager):
+            for name, w, e in zip(("parameters", "m", "v"), want, theirs):
+                assert_as_good_as_eager(flat[name][part(t)], e, w, what=f"{name} after step {step}", floor=2)
 
 
 @pytest.mark.parametrize("room", [512, 1536, 1 << 16])
 @pytest.mark.parametrize("master", [True, False])
 def test_adamw_in_bf16_updates_fp32_and_rounds_it_once(room, master):
     """The master moves as an fp32 model's weight would; the bf16 weight is its rounding, bit for bit, at the contract's noise."""
-    states = states_of(SIZES[:-1], torch.bfloat16, master=master)
-    full = [[(s.master if master else s.param.float()).clone(), s.m.clone(), s.v.clone()] for s in states]
+    flat, tensors = update_case(SIZES[:-1], torch.bfloat16, master=master)
+    full = {
+        "parameters": (flat["master"] if master else flat["parameters"].float()).clone(),
+        "m": flat["m"].clone(),
+        "v": flat["v"].clone(),
+    }
     for step in range(1, 5):
-        for i, s in enumerate(states):
-            s.grad.copy_(noise(len(s.param), seed=50 * step + i))
-            s.seed = step * 77777 + i
-            if not master:
-                full[i][0] = s.param.float()
-        as_fp32 = [TensorState(p, s.grad.float(), m, v, None, layers=s.layers, decay=s.decay, seed=0) for s, (p, m, v) in zip(states, full)]
-        adamw_update(as_fp32, {}, lr=1e-2, weight_decay=0.1, step=step, grad_divisor=1.3)
-        adamw_update(states, update_scratch(room, master), lr=1e-2, weight_decay=0.1, step=step, grad_divisor=1.3)
-        for s, (p, m, v) in zip(states, full):
-            for mine, want in ((s.m, m), (s.v, v)) + (((s.master, p),) if master else ()):
-                # one vector's tail is another's middle, where the compiler may contract differently: two roundings of its value
-                torch.testing.assert_close(mine, want, rtol=4 * 2.0**-24, atol=1e-12)
+        tensors = [replace(t, seed=step * 77777 + i) for i, t in enumerate(tensors)]
+        for i, t in enumerate(tensors):
+            flat["gradients"][part(t)] = noise(t.elements, seed=50 * step + i).bfloat16()
+        if not master:
+            full["parameters"] = flat["parameters"].float()
+        full["gradients"] = flat["gradients"].float()
+        adamw_update(full, tensors, {}, lr=1e-2, weight_decay=0.1, step=step, grad_norm=1.3)
+        adamw_update(flat, tensors, update_scratch(room, master), lr=1e-2, weight_decay=0.1, step=step, grad_norm=1.3)
+        for mine, want in (("m", "m"), ("v", "v")) + ((("master", "parameters"),) if master else ()):
+            # one vector's tail is another's middle, where the compiler may contract differently: two roundings of its value
+            torch.testing.assert_close(flat[mine], full[want], rtol=4 * 2.0**-24, atol=1e-12)
+        for t in tensors:
+            param = flat["parameters"][part(t)]
             if master:
-                assert same_bits(s.param, rounded(s.master, s.seed, layers=s.layers))
+                assert same_bits(param, rounded(flat["master"][part(t)], t.seed, layers=t.layers))
             else:
-                assert ((s.param.float() - p).abs() <= 2.0**-7 * p.abs()).all()
+                p = full["parameters"][part(t)]
+                assert ((param.float() - p).abs() <= 2.0**-7 * p.abs()).all()
+
+
+@dtypes
+def test_adamw_clips_by_the_norm_whoever_holds_it(dtype):
+    """The divisor is max(1, norm / the limit): a small norm scales nothing; a tensor, on the device until it is read, is as a number."""
+    runs = {}
+    for norm in (0.0, 0.3, 1.0, 1.5, torch.tensor(1.5), torch.tensor([1.5])[0]):
+        flat, tensors = update_case(SIZES, dtype, master=dtype == torch.bfloat16)
+        adamw_update(flat, tensors, update_scratch(1024, True), lr=1e-2, weight_decay=0.1, step=1, grad_norm=norm)
+        runs.setdefault(float(norm), []).append(flat)
+    unclipped, (clipped, *others) = runs[0.0][0], runs[1.5]
+    for name in ("parameters", "m", "v"):
+        assert all(same_bits(run[name], unclipped[name]) for norm in (0.3, 1.0) for run in runs[norm])
+        assert len(others) == 2 and all(same_bits(run[name], clipped[name]) for run in others)
+    torch.testing.assert_close(clipped["m"], unclipped["m"] / (1.5 / GRADIENT_CLIP), rtol=4 * 2.0**-24, atol=0)
+
+
+def test_adamw_leaves_the_rest_of_the_arenas_alone():
+    """Elements of no tensor in the list keep every bit, whichever tensors are updated."""
+    for dtype in DTYPES:
+        flat, tensors = update_case(SIZES, dtype, master=dtype == torch.bfloat16)
+        before = {name: t.clone() for name, t in flat.items()}
+        adamw_update(flat, tensors[2:4], update_scratch(1024, True), lr=1e-2, weight_decay=0.1, step=1, grad_norm=1.0)
+        touched = slice(tensors[2].start, tensors[4].start)
+        for name in flat:
+            assert same_bits(flat[name][: touched.start], before[name][: touched.start])
+            assert same_bits(flat[name][touched.stop :], before[name][touched.stop :])
+        assert not same_bits(flat["m"][touched], before["m"][touched])
 
 
 def test_adamw_without_gradient_and_decay_moves_nothing():
     for dtype in DTYPES:
-        states = states_of(SIZES, dtype, master=dtype == torch.bfloat16)
-        for s in states:
-            s.grad.zero_()
-            if s.master is not None:
-                s.master.copy_(s.param)
-        before = [s.param.clone() for s in states]
-        adamw_update(states, update_scratch(1024, True), lr=1e-2, weight_decay=0.0, step=1, grad_divisor=1.0)
-        assert all(same_bits(s.param, b) for s, b in zip(states, before))
+        flat, tensors = update_case(SIZES, dtype, master=dtype == torch.bfloat16)
+        flat["gradients"].zero_()
+        if "master" in flat:
+            flat["master"].copy_(flat["parameters"])
+        before = flat["parameters"].clone()
+        adamw_update(flat, tensors, update_scratch(1024, True), lr=1e-2, weight_decay=0.0, step=1, grad_norm=1.0)
+        assert same_bits(flat["parameters"], before)
 
 
 def test_adamw_decays_only_where_it_applies():
-    states = states_of(SIZES, torch.float32, master=False)
-    for s in states:
-        s.grad.zero_()
-    before = [s.param.clone() for s in states]
-    adamw_update(states, {}, lr=0.5, weight_decay=0.1, step=1, grad_divisor=1.0)
-    for s, b in zip(states, before):
-        torch.testing.assert_close(s.param, b * (0.95 if s.decay else 1.0), rtol=2.0**-23, atol=0)
+    flat, tensors = update_case(SIZES, torch.float32, master=False)
+    flat["gradients"].zero_()
+    before = flat["parameters"].clone()
+    adamw_update(flat, tensors, {}, lr=0.5, weight_decay=0.1, step=1, grad_norm=1.0)
+    for t in tensors:
+        torch.testing.assert_close(flat["parameters"][part(t)], before[part(t)] * (0.95 if t.decay else 1.0), rtol=2.0**-23, atol=0)

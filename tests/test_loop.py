@@ -498,6 +498,77 @@ def test_each_batch_is_asked_for_once_and_validation_starts_over(case):
     assert loop == validation + step + step + validation + step + step + validation
 
 
+class Norm:
+    """A gradient norm that tells when it is read on the host."""
+
+    def __init__(self, norm, calls):
+        self.norm, self.calls = norm, calls
+
+    def item(self):
+        self.calls.append("norm read")
+        return self.norm.item()
+
+
+def recorded_calls(*argv):
+    """What the loop does to the model and asks of the loader, in order: main's output, and names of calls."""
+    from llmc.data.shards import TokenLoader
+
+    calls, real = [], {name: getattr(GPT2, name) for name in ("forward", "backward", "grad_norm", "update", "mean_loss")}
+    real_order = TokenLoader.token_order
+
+    def forward(self, inputs, for_backward=True):
+        calls.append("forward")
+        self.given = np.array(inputs)
+        return real["forward"](self, inputs, for_backward)
+
+    def order(self):
+        calls.append("order")
+        return real_order(self)
+
+    def backward(self, targets, grad_accum_steps, micro_step, order):
+        calls.append("backward")
+        assert np.array_equal(order.tokens[order.token_of_position], self.given.ravel())  # of this very batch
+        return real["backward"](self, targets, grad_accum_steps, micro_step, order)
+
+    def grad_norm(self):
+        calls.append("norm")
+        return Norm(real["grad_norm"](self), calls)
+
+    def update(self, lr, weight_decay, step, norm):
+        calls.append("update")
+        return real["update"](self, lr, weight_decay, step, norm.norm)
+
+    def mean_loss(self, grad_accum_steps=1):
+        calls.append("loss read")
+        return real["mean_loss"](self, grad_accum_steps)
+
+    with ExitStack() as stack:
+        for name, fake in dict(forward=forward, backward=backward, grad_norm=grad_norm, update=update, mean_loss=mean_loss).items():
+            stack.enter_context(patch.object(GPT2, name, fake))
+        stack.enter_context(patch.object(TokenLoader, "token_order", order))
+        return ran(*argv), calls
+
+
+@pytest.mark.parametrize("flags, may_skip", [("", False), ("-sl 0 -sg 0", False), ("-sl 3", True), ("-sg 3", True), ("-sl 3 -sg 3", True)])
+def test_the_update_is_launched_before_the_loss_is_read_unless_it_may_be_skipped(case, flags, may_skip):
+    """The device has work while the host waits for loss and norm; with -sl or -sg these decide, so they are read first. The same losses."""
+    out, calls = recorded_calls(*inputs(case), "-b 4 -t 32 -d 256 -x 3", QUIET, flags)
+    micro_step = ["forward", "order", "backward"]  # the batch is sorted while forward runs
+    reads = ["loss read", "norm read"]
+    step = [*micro_step, *micro_step, "norm", *([*reads, "update"] if may_skip else ["update", *reads])]
+    assert calls == step * 3
+    assert losses(out) == losses(ran(*inputs(case), "-b 4 -t 32 -d 256 -x 3", QUIET))
+
+
+def test_a_step_that_is_skipped_launches_no_update(case):
+    """As many updates as steps without the words, each after its own reading."""
+    out, calls = recorded_calls(*inputs(case), "-b 1 -t 8 -k constant -l 1e-5 -x 150", QUIET, "-sl 0.1")
+    skips = out.count("skipping update due to loss z-score")
+    assert 0 < skips < 22 and calls.count("update") == 150 - skips
+    turns = "".join({"update": "u", "loss read": "l", "norm read": "n"}.get(call, "") for call in calls)
+    assert re.fullmatch("(lnu?)*", turns)
+
+
 def test_tokens_per_second_and_mfu_follow_from_the_time(case):
     """First step: tok/s = tokens / ms; MFU = flops per token * tok/s / peak, which is faked to 1 TFLOP/s."""
     out = ran(*inputs(case), "-b 4 -t 32 -x 1", QUIET)

@@ -35,15 +35,14 @@ H100 = parse_budget("h100-80")
 
 def grid(config, B, T):
     """Every option of the plan with every other, where they can meet."""
-    forms = product(
-        LEVELS, ("cpu", "cuda"), ("fp32", "bf16"), ("fp32", "bits16", "none"), ("fp32", "bf16"), ("", "fp32"), (False, True), (0, 1)
-    )
-    for level, device, precision, master, state, grads, offload, chunk in forms:
+    devices, masters = (("cpu", ""), ("cuda", ""), ("cuda", "torch")), ("fp32", "bits16", "none")
+    forms = product(LEVELS, devices, ("fp32", "bf16"), masters, ("fp32", "bf16"), ("", "fp32"), (False, True), (0, 1))
+    for level, (device, kernels), precision, master, state, grads, offload, chunk in forms:
         if precision == "fp32" and (master != "fp32" or grads) or offload and (level == 6 or device == "cpu"):
             continue
         yield PlanOptions(
             config, B, T, precision=precision, recompute=level, master=master, optimizer_state=state, grad_dtype=grads,
-            offload_residual=offload, device=device, head_chunk=chunk, sample_length=min(64, config.max_seq_len),
+            offload_residual=offload, device=device, kernels=kernels, head_chunk=chunk, sample_length=min(64, config.max_seq_len),
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.data.order import TokenOrder, token_order
 from llmc.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
@@ -116,6 +117,10 @@ class TokenLoader:
         self._sample_idx += 1
         self._read_ahead()
         return self._inputs, self._targets
+
+    def token_order(self) -> TokenOrder:
+        """Which positions of the inputs just served hold the same token: to be asked for while a device is busy with them."""
+        return token_order(self._inputs)
 
     def state(self) -> LoaderState:
         """Where the loader is: after `restore` of it, next_batch returns what it would return now."""

@@ -9,38 +9,57 @@ of a bf16 weight may be a tensor of its own; or the 16 bits that the weight lack
 rounded it give it back exactly; or missing, and then the widened weight takes its place.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
 from llmc.memory.plan import ROUNDING_BLOCK
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
+GRADIENT_CLIP = 1.0  # the gradient is scaled to this norm if it is above
 
 
-def adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_divisor):
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """One parameter tensor, all layers, as the update sees it: its place in the flat arenas, and its seeds for rounding."""
+
+    start: int  # elements
+    elements: int
+    layers: int  # equal slices
+    decay: bool
+    seed: int  # uint32, this step's
+    last_seed: int = 0  # that of the step which rounded the weights there are
+
+
+def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
     """One update of every tensor in `tensors`.
 
-    tensors  list of TensorState; all of one model, in file order, with their seeds
+    flat     name -> arena (n,): parameters, gradients, m and v, fp32 or bf16; and of bf16 parameters master (fp32) or
+             master_bits (int16), what they lack, or neither
+    tensors  list of TensorState, in file order
     scratch  fp32 views update_gradient, update_parameter, update_m, update_v and int32 noise, noise_work, noise_moments, as the
              plan has them
-    lr, weight_decay floats; step counts from 1; grad_divisor >= 1 clips the gradient. Gradients in fp32 are divided in
-    place and so destroyed.
+    lr, weight_decay floats; step counts from 1; grad_norm is the gradient's, a tensor or a number. Gradients in fp32 are
+    divided in place and so destroyed.
     """
-    device = tensors[0].param.device
+    device, grad_divisor = flat["parameters"].device, max(1.0, float(grad_norm) / GRADIENT_CLIP)
     divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=device) if grad_divisor != 1.0 else None
     step = torch.tensor(float(step), device=device)
     for t in tensors:
         for piece in pieces_of(t, scratch):
-            param = read_master(t, piece, scratch)
-            grad, m, v = (_widened(x[piece.flat], scratch, k) for x, k in ((t.grad, "gradient"), (t.m, "m"), (t.v, "v")))
+            param = read_master(flat, piece, t.last_seed, scratch)
+            grad, m, v = (
+                _widened(flat[arena][piece.flat], scratch, name) for arena, name in (("gradients", "gradient"), ("m", "m"), ("v", "v"))
+            )
             torch._fused_adamw_(
                 [param], [grad], [m], [v], [], [step], lr=lr, beta1=BETA1, beta2=BETA2, eps=EPSILON,
                 weight_decay=weight_decay if t.decay else 0.0, amsgrad=False, maximize=False, grad_scale=divisor,
             )  # fmt: skip
             noise, work = piece_noise(piece, t.seed, scratch) if "noise" in scratch else (None, None)
-            if t.m.dtype != torch.float32:
-                round_moments(t.m[piece.flat], t.v[piece.flat], m, v, noise, work, scratch["noise_moments"])
-            write_master(t, piece, param, noise, work)
+            if flat["m"].dtype != torch.float32:
+                round_moments(flat["m"][piece.flat], flat["v"][piece.flat], m, v, noise, work, scratch["noise_moments"])
+            write_master(flat, piece, param, noise, work)
 
 
 def _widened(tensor, scratch, name):
@@ -48,40 +67,27 @@ def _widened(tensor, scratch, name):
     return tensor if tensor.dtype == torch.float32 else scratch[f"update_{name}"][: len(tensor)].copy_(tensor)
 
 
-class TensorState:
-    """One parameter tensor, all layers, as the update sees it: flat views, this step's rounding seed and the last step's.
-
-    param, grad  fp32 or bf16     m, v  fp32 or bf16     master  fp32 or None     bits  int16 or None, what a bf16 param lacks
-    """
-
-    __slots__ = ("param", "grad", "m", "v", "master", "bits", "layers", "decay", "seed", "last_seed")
-
-    def __init__(self, param, grad, m, v, master, bits=None, *, layers, decay, seed, last_seed=0):
-        self.param, self.grad, self.m, self.v, self.master, self.bits = param, grad, m, v, master, bits
-        self.layers, self.decay, self.seed, self.last_seed = layers, decay, seed, last_seed
-
-
-def read_master(t, piece, scratch):
+def read_master(flat, piece, last_seed, scratch):
     """The fp32 weights of a piece, flat: where they are kept, or made in scratch update_parameter."""
-    param = t.param[piece.flat]
-    if t.bits is None:
-        return t.master[piece.flat] if t.master is not None else _widened(param, scratch, "parameter")
+    param = flat["parameters"][piece.flat]
+    if "master_bits" not in flat:
+        return flat["master"][piece.flat] if "master" in flat else _widened(param, scratch, "parameter")
     values = scratch["update_parameter"][: len(param)]
-    noise, work = piece_noise(piece, t.last_seed, scratch)
+    noise, work = piece_noise(piece, last_seed, scratch)
     shape = noise.shape
-    join_bits(values.view(shape), param.view(shape), t.bits[piece.flat].view(shape), noise, work)
+    join_bits(values.view(shape), param.view(shape), flat["master_bits"][piece.flat].view(shape), noise, work)
     return values
 
 
-def write_master(t, piece, values, noise, work):
+def write_master(flat, piece, values, noise, work):
     """Keep the fp32 `values` of a piece, and make its bf16 weights from them, rounded with the piece's noise, which is destroyed.
 
     `values` is what read_master gave, updated: fp32 weights or a master of their own have changed in place.
     """
-    if t.bits is not None:
-        low_bits(t.bits[piece.flat], values)
-    if t.param.dtype != torch.float32:
-        round_to_bf16(t.param[piece.flat].view(noise.shape), values.view(noise.shape), noise, work)
+    if "master_bits" in flat:
+        low_bits(flat["master_bits"][piece.flat], values)
+    if flat["parameters"].dtype != torch.float32:
+        round_to_bf16(flat["parameters"][piece.flat].view(noise.shape), values.view(noise.shape), noise, work)
 
 
 def round_moments(m_out, v_out, m, v, noise, work, room):
@@ -99,36 +105,39 @@ def round_moments(m_out, v_out, m, v, noise, work, room):
 
 def pieces_of(t, scratch):
     """Pieces of one tensor: as large as the noise's room, or the whole where nothing is rounded."""
-    n = t.param.numel()
     if "noise" not in scratch:
-        return [RoundingPiece(0, t.layers, 0, n // t.layers, n // t.layers)]
-    return rounding_pieces(t.layers, n, scratch["noise"].numel())
+        layer = t.elements // t.layers
+        return [RoundingPiece(t.start, 0, t.layers, 0, layer, layer)]
+    return rounding_pieces(t.start, t.layers, t.elements, scratch["noise"].numel())
 
 
 class RoundingPiece:
-    """Consecutive elements that are rounded together: whole layers first..last, or elements from `start` of one layer."""
+    """Consecutive elements that are rounded together: whole layers first..last, or elements from `start` of one layer.
+
+    flat  where they lie in an arena in which the tensor begins at `tensor_start`
+    """
 
     __slots__ = ("first_layer", "layers", "start", "length", "flat")
 
-    def __init__(self, first_layer, layers, start, length, layer_elements):
+    def __init__(self, tensor_start, first_layer, layers, start, length, layer_elements):
         self.first_layer, self.layers, self.start, self.length = first_layer, layers, start, length
-        begin = first_layer * layer_elements + start
+        begin = tensor_start + first_layer * layer_elements + start
         self.flat = slice(begin, begin + layers * length)
 
 
-def rounding_pieces(layers, n_elements, room):
+def rounding_pieces(tensor_start, layers, n_elements, room):
     """Cut a tensor of `layers` equal slices into pieces whose noise, padded to whole blocks, fits `room` elements."""
     n = n_elements // layers
     padded = -(-n // ROUNDING_BLOCK) * ROUNDING_BLOCK
     if padded <= room:
         together = room // padded
         for first in range(0, layers, together):
-            yield RoundingPiece(first, min(together, layers - first), 0, n, n)
+            yield RoundingPiece(tensor_start, first, min(together, layers - first), 0, n, n)
     else:
         length = room // ROUNDING_BLOCK * ROUNDING_BLOCK
         for layer in range(layers):
             for start in range(0, n, length):
-                yield RoundingPiece(layer, 1, start, min(length, n - start), n)
+                yield RoundingPiece(tensor_start, layer, 1, start, min(length, n - start), n)
 
 
 def piece_noise(piece, seed, scratch):

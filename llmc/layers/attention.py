@@ -7,35 +7,42 @@ freed at once; the plan counts it as library memory. Source: Dao et al. 2022; ll
 import torch
 
 from llmc.backend import deterministic
+from llmc.layers.matmul import matmul_dbias
 from llmc.memory.plan import CPU_FP32_ATTENTION_BELOW
 
 aten = torch.ops.aten
 
 
-def attention_forward(atty, lse, qkvr, NH):
+def attention_forward(atty, lse, qkvr, NH, kind):
     """atty = softmax(mask(q k^T / sqrt(HS))) v per head.
 
     atty  (B, T, C)       written
     lse   (B, NH, Tp)     fp32, written; opaque to everything but attention_backward
     qkvr  (B, T, 3C)      read: q, k and v of all heads, packed
+    kind  cpu | flash | cudnn | efficient: whose kernel
     """
     B, T, C = atty.shape
-    out, statistics = _forward(*_heads(qkvr, NH), causal=True)
+    out, statistics = _forward(*_heads(qkvr, NH), kind, causal=True)
     atty.copy_(out.transpose(1, 2).reshape(B, T, C))
-    lse.copy_(statistics)
+    lse.copy_(statistics.view(lse.shape) if kind == "cudnn" else statistics)
 
 
-def attention_backward(dqkvr, datty, qkvr, atty, lse, NH):
-    """Gradients of attention_forward; dqkvr (B, T, 3C) is written, everything else read."""
+def attention_gradients(datty, qkvr, atty, lse, NH, kind):
+    """dq, dk and dv, each (B, NH, T, HS), in memory that torch allocates; the arguments are attention_forward's, all read."""
     B, T, C = atty.shape
     q, k, v = _heads(qkvr, NH)
     out, dout = (t.view(B, T, NH, C // NH).transpose(1, 2) for t in (atty, datty))
-    gradients = _backward(dout, q, k, v, out, lse)
+    return _backward(dout, q, k, v, out, lse, kind)
+
+
+def pack_gradients(dqkvr, dbias, gradients, NH, scratch, *, accumulate):
+    """dqkvr (B, T, 3C) = dq, dk and dv side by side; dbias (3C,) is the sum over its rows, added to what it held if `accumulate`."""
     for target, gradient in zip(_heads(dqkvr, NH), gradients):
         target.copy_(gradient)
+    matmul_dbias(dbias, dqkvr, scratch, accumulate=accumulate)
 
 
-def attention_one_row(out, qkvr, cache, position, NH):
+def attention_one_row(out, qkvr, cache, position, NH, kind):
     """Attention of one new token over the cache, which receives its k and v first.
 
     out    (1, C)      written     qkvr (1, 3C) read
@@ -45,7 +52,8 @@ def attention_one_row(out, qkvr, cache, position, NH):
     cache[:, position] = qkvr.view(3, C)[1:]
     q = qkvr[:, :C].view(1, 1, NH, C // NH).transpose(1, 2)
     k, v = (c[: position + 1].view(1, position + 1, NH, C // NH).transpose(1, 2) for c in cache)
-    result, _ = _forward(q, k, v, causal=False)
+    # cuDNN would build a plan, which takes seconds, for each of a sample's lengths
+    result, _ = _forward(q, k, v, "flash" if kind == "cudnn" else kind, causal=False)
     out.copy_(result.transpose(1, 2).reshape(1, C))
 
 
@@ -55,29 +63,34 @@ def _heads(qkvr, NH):
     return [t.view(B, T, NH, C3 // 3 // NH).transpose(1, 2) for t in qkvr.split(C3 // 3, 2)]
 
 
-# one pair of functions per kind of kernel: (B, NH, T, HS) in and out, lse in whatever shape that kernel keeps
+# one pair of branches per kind of kernel: (B, NH, T, HS) in and out, lse in whatever shape that kernel keeps
 
 
-def _forward(q, k, v, *, causal):
-    if q.device.type == "cpu":
+def _forward(q, k, v, kind, *, causal):
+    if kind == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if q.dtype == torch.float32:  # flash attention has no fp32 form; this one is as frugal
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-        return out, lse
-    out, lse, _, _, _ = aten._flash_attention_forward(*_bthd(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False)
+    if kind == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+    if kind == "efficient":
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+    out, lse, *_ = aten._flash_attention_forward(*_bthd(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False)
     return out.transpose(1, 2), lse
 
 
-def _backward(dout, q, k, v, out, lse):
+def _backward(dout, q, k, v, out, lse, kind):
     T = q.shape[2]
-    if q.device.type == "cpu":
+    if kind == "cpu":
         if T < CPU_FP32_ATTENTION_BELOW:
             dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
+    seed, offset = unused
+    if kind == "cudnn":  # no switch makes it repeat its bits
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, T, T, 0.0, True
+        )
     with deterministic(q.device):
-        if q.dtype == torch.float32:
-            seed, offset = unused
+        if kind == "efficient":
             return aten._scaled_dot_product_efficient_attention_backward(
                 dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], True
             )[:3]

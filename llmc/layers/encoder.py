@@ -18,35 +18,37 @@ def encoder_forward(out, inputs, wte, wpe):
     out.add_(wpe[:T])
 
 
-def encoder_backward(dwte, dwpe, dout, inputs, scratch, *, seed, accumulate):
+def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
     """dwte[inputs[b, t]] += dout[b, t]; dwpe[t] += sum over b.
 
     dwte     (Vp, C)   accumulated always: the classifier's gradient is already in it
     dwpe     (maxT, C) accumulated, or written (rows beyond T with zeros) when accumulate is False
     dout     (B, T, C) read
+    inputs   (B, T)    int64
+    order    TokenOrder of inputs: which positions hold the same token
     scratch  views encoder_sums and, where something is bf16, encoder_rows, encoder_gathered, noise, noise_work
 
-    In fp32 rows are added in order of position, the same bits every time. In bf16 the rows of one token are summed in
-    fp32 first and enter the gradient in one stochastic rounding, seeded by `seed` (uint32): adding a frequent token's
-    rows one by one in bf16 would lose most of them.
+    Rows are added in order of position, and of b, one after the other in fp32: the same bits every time and everywhere. In
+    bf16 the rows of one token are summed first and enter the gradient in one stochastic rounding, seeded by `seed` (uint32):
+    adding a frequent token's rows one by one in bf16 would lose most of them.
     """
     B, T, C = dout.shape
-    sums = scratch["encoder_sums"]
     rows = dout if dout.dtype == torch.float32 else scratch["encoder_rows"].copy_(dout)
     if not accumulate:
         dwpe.zero_()
+    sums = scratch["encoder_sums"].view(-1, C)
+    position_sums = sums[:T].zero_()
+    for b in range(B):
+        position_sums.add_(rows[b])
     if dwte.dtype == torch.float32:
         with deterministic(dwte.device):
             dwte.index_add_(0, inputs.view(-1), rows.view(-1, C))
-        torch.sum(rows, 0, out=sums)
-        dwpe[:T].add_(sums)
+        dwpe[:T].add_(position_sums)
         return
-    torch.sum(rows, 0, out=sums[0])
     positions = torch.arange(T, device=dout.device)
-    _add_rows(dwpe, positions, sums[0], scratch, seed=seed, first_noise_row=dwte.shape[0])
-    # sorted, so that a token's rows are added in order of position whatever the batch looks like
-    tokens, slot = torch.unique(inputs.view(-1), sorted=True, return_inverse=True)
-    token_sums = sums.view(-1, C)[: len(tokens)].zero_()
+    _add_rows(dwpe, positions, position_sums, scratch, seed=seed, first_noise_row=dwte.shape[0])
+    tokens, slot = (torch.from_numpy(x).to(dout.device, torch.int64) for x in (order.tokens, order.token_of_position))
+    token_sums = sums[: len(tokens)].zero_()
     with deterministic(dwte.device):
         token_sums.index_add_(0, slot, rows.view(-1, C))
     _add_rows(dwte, tokens, token_sums, scratch, seed=seed, first_noise_row=0)

@@ -3,8 +3,8 @@
 import torch
 
 
-def global_norm(grads, scratch, *, piece):
-    """sqrt of the sum of squares of grads (n,), as a Python float.
+def global_norm(out, grads, scratch, *, piece):
+    """out (1,) fp32 = sqrt of the sum of squares of grads (n,).
 
     Fixed pieces, one fp32 partial each, summed in order in fp64. scratch: norm_partials (>= pieces,) fp32, and norm_work
     (>= piece,) fp32 unless grads are fp32.
@@ -15,4 +15,4 @@ def global_norm(grads, scratch, *, piece):
         if part.dtype != torch.float32:
             part = scratch["norm_work"][: len(part)].copy_(part)
         torch.dot(part, part, out=partials[i])
-    return partials.double().sum().sqrt().item()
+    out.copy_(partials.double().sum().sqrt())

@@ -1,6 +1,12 @@
-"""Linear layers. Weights are (out_features, in_features), as in llm.c. Source: llm.c llmc/matmul.cuh."""
+"""Linear layers. Weights are (out_features, in_features), as in llm.c. Source: llm.c llmc/matmul.cuh.
+
+On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed where its rows are
+at hand anyway: see gelu, attention and layernorm.
+"""
 
 import torch
+
+from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
 
 
 def matmul_forward(out, inp, weight, bias=None):
@@ -10,36 +16,47 @@ def matmul_forward(out, inp, weight, bias=None):
     weight  (OC, C)    read        bias (OC,)     read, or None
     Cost 2*rows*C*OC FLOP.
     """
-    x, y = inp.view(-1, inp.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
-        torch.mm(x, weight.t(), out=y)
+        torch.mm(rows_of(inp), weight.t(), out=rows_of(out))
     else:
-        torch.addmm(bias, x, weight.t(), out=y)
+        torch.addmm(bias, rows_of(inp), weight.t(), out=rows_of(out))
 
 
-def matmul_backward(dinp, dweight, dbias, dout, inp, weight, *, accumulate, bias_sum=None, widened=None):
-    """Gradients of out = inp @ weight.T + bias.
+def matmul_dinput(dinp, dout, weight):
+    """dinp (..., C) = dout (..., OC) @ weight (OC, C). Cost 2*rows*C*OC FLOP."""
+    torch.mm(rows_of(dout), weight, out=rows_of(dinp))
 
-    dinp     (..., C)   written
+
+def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
+    """The weight's gradient: dout.T @ inp.
+
     dweight  (OC, C)    accumulated, or written when accumulate is False (then what it held does not matter)
-    dbias    (OC,)      likewise, or None for no bias; bias_sum (>= OC,) of its type is scratch
-    dout     (..., OC), inp (..., C), weight (OC, C)  read
+    dout     (..., OC), inp (..., C)  read
     widened  fp32 scratch of any shape, where the weight gradients are fp32 and the rest is bf16, on a CPU; at least OC + C elements
-    dinp may share memory with inp: the weight gradient is done with inp before dinp is written.
-    Cost 4*rows*C*OC FLOP.
+    Cost 2*rows*C*OC FLOP.
     """
-    dy, x = dout.view(-1, dout.shape[-1]), inp.view(-1, inp.shape[-1])
-    for part_dy, part_x in _operands(dweight, dy, x, widened):
-        if part_dy.dtype == dweight.dtype:
-            torch.addmm(dweight, part_dy.t(), part_x, beta=float(accumulate), out=dweight)
+    for dy, x in _operands(dweight, rows_of(dout), rows_of(inp), widened):
+        if dy.dtype == dweight.dtype:
+            torch.addmm(dweight, dy.t(), x, beta=float(accumulate), out=dweight)
         else:
-            torch.addmm(dweight, part_dy.t(), part_x, out_dtype=dweight.dtype, beta=float(accumulate), out=dweight)
-        if dbias is not None and accumulate:
-            dbias.add_(torch.sum(part_dy, 0, dtype=dbias.dtype, out=bias_sum[: len(dbias)]))
-        elif dbias is not None:
-            torch.sum(part_dy, 0, dtype=dbias.dtype, out=dbias)
+            torch.addmm(dweight, dy.t(), x, out_dtype=dweight.dtype, beta=float(accumulate), out=dweight)
         accumulate = True
-    torch.mm(dy, weight, out=dinp.view(-1, dinp.shape[-1]))
+
+
+def matmul_backward(dinp, dweight, dout, inp, weight, *, accumulate, widened=None):
+    """Both gradients of out = inp @ weight.T + bias. dinp may be inp: the weight's is done with it before it is written."""
+    matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=widened)
+    matmul_dinput(dinp, dout, weight)
+
+
+def matmul_dbias(dbias, dout, scratch, *, accumulate):
+    """The bias' gradient dbias (OC,), the sum over rows of dout (..., OC): for where no other pass has those rows at hand.
+
+    Scratch: rows (4, ...) and column_sums (2, >= OC), fp32.
+    """
+    total = scratch["column_sums"][0][: len(dbias)].zero_()
+    add_column_sums(total, rows_of(dout), scratch)
+    finish_column_sums(dbias, total, accumulate)
 
 
 def _operands(dweight, dy, x, widened):

@@ -55,6 +55,8 @@ def round_to_bf16(out, values, noise, work):
     Adding 0xFFFF - threshold carries into the upper half exactly when the lower half exceeds the threshold.
     """
     noise.bitwise_or_(-65536).bitwise_not_()  # 0xFFFF - threshold
+    if values.device.type != "cpu":  # a card's NaN, 0x7FFFFFFF, would become a zero; a CPU's has room below
+        noise.masked_fill_(values.isnan(), 0)
     torch.add(values.view(torch.int32), noise, out=work)
     out.view(torch.int16).copy_(work.bitwise_right_shift_(16))
 

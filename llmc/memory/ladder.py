@@ -31,7 +31,7 @@ def kept_names(level: int) -> tuple[str, ...]:
 def backward_schedule(level: int):
     """The stages of one block's backward pass in order, forward stages that run again included.
 
-    2 gives gelu, fcproj_backward, gelu_backward, ln2, fc_backward, ..., ln1, qkv_backward, ln1_backward.
+    2 gives fcproj_dinput, gelu_backward, gelu, fcproj_dweight, ln2, fc_backward, ..., ln1, qkv_backward, ln1_backward.
     """
     schedule, at_hand = [], {"residual", *kept_names(level)}
 
@@ -92,7 +92,7 @@ def segments(level: int, L: int) -> Segments:
     return min((Segments(L, k) for k in range(1, L + 1)), key=lambda s: (s.slots, sum(map(len, s.again))))
 
 
-def transient_lifetimes(level: int) -> dict[str, list[tuple[str, str]]]:
+def transient_lifetimes(level: int, gelu_fusion: int = 0) -> dict[str, list[tuple[str, str]]]:
     """Name -> [(first stage, last stage), ...] for every block tensor that is not kept, gradients included; residual3 excepted.
 
     A name that is not kept lives twice: from its writing in forward to its last reader there, and again in backward. Blocks
@@ -109,9 +109,39 @@ def transient_lifetimes(level: int) -> dict[str, list[tuple[str, str]]]:
                     spans[name] = (first, prefix + stage.name)
         for name, span in spans.items():
             lifetimes.setdefault(name, []).append(span)
+        if not prefix.startswith("backward"):
+            # the next block's first layernorm is one pass with this block's last addition: it may not write where that reads
+            for name in spans.keys() & {"ln1", "ln1_mean", "ln1_rstd"}:
+                lifetimes[name].append((prefix + "fcproj", prefix + "fcproj"))
+            if gelu_fusion and "fch_gelu" in spans:  # written while the matmul still reads
+                lifetimes["fch_gelu"].append((prefix + "fc", prefix + "fc"))
     return lifetimes
 
 
 def again_stages(level: int) -> tuple[tuple[str, tuple], ...]:
     """((prefix, stages),) of a block that runs forward again before its segment's backward; () where none does."""
     return (("again: ", FORWARD_STAGES),) if "residual3" in NOT_KEPT[level] else ()
+
+
+# stages that are done in one pass where they follow each other: the numbers are the same, the memory is read once
+IN_ONE_PASS = {
+    ("ln1_statistics", "ln1"): "ln1_forward",
+    ("attproj", "ln2_statistics", "ln2"): "attproj_ln2",
+    ("gelu_backward", "gelu"): "gelu_backward_and_again",
+}
+# -ge -> more of them: GELU, and its gradient, inside the matmul before it
+IN_ONE_MATMUL = {
+    0: {},
+    1: {("fc", "gelu"): "fc_gelu"},
+    2: {("fc", "gelu"): "fc_gelu", ("fcproj_dinput", "gelu_backward"): "fcproj_dinput_gelu"},
+}
+
+
+def passes(stages, gelu_fusion: int = 0) -> tuple[str, ...]:
+    """The names of `stages`, with those that are done in one pass joined: what the model runs."""
+    names, joined, table = [s.name for s in stages], [], IN_ONE_MATMUL[gelu_fusion] | IN_ONE_PASS
+    while names:
+        run = next((run for run in table if tuple(names[: len(run)]) == run), None)
+        joined.append(table[run] if run else names[0])
+        del names[: len(run) if run else 1]
+    return tuple(joined)

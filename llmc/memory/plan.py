@@ -21,6 +21,11 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 # 2.7 ms against 1.5 at (4, 64, 768), 29 against 16 at (16, 128, 768); at T = 256 it is the other way round
 CPU_FP32_ATTENTION_BELOW = 256
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
+# sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
+COLUMN_PARTIALS, NORM_PARTIALS = 256, 1024
+MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
+UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
+CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
 HEAD_GROUP = 4  # chunks whose bf16 weight gradients are added up in bf16; groups are added up in fp32
 OFFLOAD_SLOTS = 3  # residuals on the device with --offload-residual: one in use, one on its way in, one on its way out
 
@@ -31,18 +36,17 @@ class Tuning:
 
     head_bytes: int  # logits that exist at once; with fewer rows the re-reads of wte and of its gradient show
     classifier_elements: int  # fp32 working copy of a few logits rows
-    norm_elements: int  # fp32 working copies in layernorm
+    row_elements: int  # fp32 working copies of a few rows, in layernorm and GELU
     update_elements: int  # elements of the arena the update handles at a time
-    fp32_lse_multiple: int  # CUDA's fp32 attention pads its row statistics
     widened_rows: int  # rows of bf16 operands that are widened for an fp32 gradient at a time; 0: the matmul itself can
 
 
 TUNING = {
     # measured on two AVX512 cores with 1 MiB of L2 each, update of 124M parameters: 0.24 s in pieces of 131072 elements
-    # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond
-    "cpu": Tuning(100 << 20, 1 << 18, 1 << 17, 1 << 19, 1, 1024),
-    # leads, not measured yet
-    "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 32, 0),
+    # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond. Layernorm of 1024 rows of 768, forward: 0.62, 0.46, 0.39 ms
+    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024),
+    # leads, not measured yet; all but the first are for a card without Triton
+    "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
 }
 
 
@@ -60,9 +64,22 @@ class PlanOptions:
     grad_dtype: str = ""  # fp32 | bf16; empty: as the weights
     offload_residual: bool = False
     device: str = "cpu"  # cpu | cuda
+    kernels: str = ""  # torch | triton, which need working room of their own; empty: triton on CUDA
+    gelu_fusion: int = 0  # 0 | 1 | 2: GELU, and its gradient, inside matmuls
+    attention: str = ""  # cpu | flash | cudnn | efficient; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
     processors: int = 132  # of the card, an H100's: flash attention allocates by them
+
+    @property
+    def fused(self) -> bool:
+        """Whether Triton's kernels do what is not a matmul or attention."""
+        return (self.kernels or ("triton" if self.device == "cuda" else "torch")) == "triton"
+
+    @property
+    def attention_kind(self) -> str:
+        """Whose attention runs. On CUDA flash in bf16, as it repeats its bits; it has no fp32 form."""
+        return self.attention or ("cpu" if self.device == "cpu" else "efficient" if self.precision == "fp32" else "flash")
 
     @property
     def gradients(self) -> str:
@@ -186,8 +203,10 @@ class Plan:
         if o.device == "cpu" and o.precision == "bf16" and o.T < CPU_FP32_ATTENTION_BELOW:
             return 8 * BTC * DTYPE_BYTES["fp32"]  # q, k, v, o and do widened, and dq, dk, dv
         gradients = (4 if o.device == "cpu" else 3) * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
-        if o.device == "cuda" and o.precision == "bf16":
-            # flash attention sums dq in fp32, deterministically in one copy for every part of the card that works on a head
+        if o.attention_kind == "cudnn":
+            gradients += 4 * BTC  # dq summed in fp32; a guess, as its workspace is not documented
+        if o.attention_kind == "flash":
+            # it sums dq in fp32, deterministically in one copy for every part of the card that works on a head
             copies = -(-o.processors // (o.B * o.config.num_heads))
             gradients += 4 * BTC * copies
         return gradients
@@ -273,21 +292,23 @@ def update_room(options: PlanOptions) -> int:
     """Elements that the update handles at a time: at least one whole tensor of a layer that is smaller than a block."""
     C, Vp = options.config.channels, options.config.padded_vocab_size
     biggest = max(Vp * C, 4 * C * C)
-    room = min(TUNING[options.device].update_elements, -(-biggest // ROUNDING_BLOCK) * ROUNDING_BLOCK)
+    at_once = CHECKPOINT_ELEMENTS if options.fused else TUNING[options.device].update_elements
+    room = min(at_once, -(-biggest // ROUNDING_BLOCK) * ROUNDING_BLOCK)
     return max(room, -(-4 * C // ROUNDING_BLOCK) * ROUNDING_BLOCK)
 
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
-    """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm,
-    Rw widened, U elements of the update, G positions of a sample."""
+    """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
+    quarter of them of GELU), Rw widened, U elements of the update, G positions of a sample."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
-    lse_multiple = tuning.fp32_lse_multiple if o.precision == "fp32" else 1
+    lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
     return sizes_of(o.config, o.B, o.T) | {
         "Tp": -(-o.T // lse_multiple) * lse_multiple,
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
-        "Rn": max(1, min(rows, tuning.norm_elements // o.config.channels)),
+        "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
+        "Pc": COLUMN_PARTIALS,
         "Rw": max(1, min(rows, tuning.widened_rows)),
         "U": update_room(o),
         "G": max(1, min(o.sample_length, o.config.max_seq_len)),
@@ -300,7 +321,7 @@ STEP = ("encoder", "encoder_backward")
 def _activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
     sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients}
-    for name, purpose, shape, dtype, *spans in (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_update_rows(o), *_sample_rows()):
+    for name, purpose, shape, dtype, *spans in (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_update_rows(o), *_sample_rows(o)):
         yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
 
 
@@ -309,7 +330,7 @@ def _block_rows(o: PlanOptions):
     yield "inputs", "scratch", "B T", "int64", STEP
     yield "encoded", "kept", "B T C", "act", STEP
     kept = kept_names(o.recompute)
-    lifetimes = transient_lifetimes(o.recompute)
+    lifetimes = transient_lifetimes(o.recompute, o.gelu_fusion)
     for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
         if a.name == "residual3":
             yield a.name, "kept", f"{1 + max(_residual_slots(o))} {a.shape}", a.dtype, STEP
@@ -325,13 +346,15 @@ def _head_rows(o: PlanOptions):
     head = ("head", "head")
     yield "targets", "scratch", "B T", "int64", ("encoder", "head")
     yield "losses", "scratch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
-    yield "lnf", "head", "B T C", "act", ("lnf", "lnf_backward")
-    yield "lnf_mean", "head", "B T", "fp32", ("lnf", "lnf_backward")
-    yield "lnf_rstd", "head", "B T", "fp32", ("lnf", "lnf_backward")
+    last_norm = ("fcproj", "lnf_backward")  # it is one pass with the last block's last addition
+    yield "lnf", "head", "B T C", "act", last_norm
+    yield "lnf_mean", "head", "B T", "fp32", last_norm
+    yield "lnf_rstd", "head", "B T", "fp32", last_norm
     yield "logits", "head", "R Vp", "act", head, ("sample", "sample")
-    if o.precision != "fp32":
-        yield "classifier_rows", "head", "Rc Vp", "fp32", head
-    yield "classifier_stats", "head", "3 R", "fp32", head
+    if not o.fused:
+        if o.precision != "fp32":
+            yield "classifier_rows", "head", "Rc Vp", "fp32", head
+        yield "classifier_stats", "head", "3 R", "fp32", head
     if head_sums(o):
         yield "dwte_sum", "head", "Vp C", "fp32", head
         yield "dwte_group", "head", "Vp C", "bf16", head
@@ -341,13 +364,19 @@ def _head_rows(o: PlanOptions):
 
 def _working_rows(o: PlanOptions):
     """Working room of the layers."""
-    yield "norm_rows", "scratch", "3 Rn C", "fp32", STEP
-    yield "norm_sums", "scratch", "3 C", "fp32", STEP
-    yield "norm_stats", "scratch", "2 Rn", "fp32", STEP
-    yield "bias_sum", "scratch", "4C", "grad", ("lnf_backward", "encoder_backward")
+    backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
     if widens(o):
-        yield "widened", "scratch", "Rw 5C", "fp32", ("lnf_backward", "encoder_backward")
-    encoder = ("encoder_backward", "encoder_backward")
+        yield "widened", "scratch", "Rw 5C", "fp32", backward
+    if o.gelu_fusion:
+        yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
+    if o.fused:
+        yield "column_partials", "scratch", "Pc 4C", "fp32", backward
+        yield "token_order", "scratch", "B T", "int32", encoder
+        yield "token_groups", "scratch", f"2 {o.B * o.T + 1}", "int32", encoder
+        return
+    yield "rows", "scratch", "4 Rn C", "fp32", STEP
+    yield "row_stats", "scratch", "2 Rn", "fp32", STEP
+    yield "column_sums", "scratch", "2 4C", "fp32", backward
     if o.precision != "fp32":
         yield "encoder_rows", "scratch", "B T C", "fp32", encoder
     yield "encoder_sums", "scratch", "T C" if o.gradients == "fp32" else "B T C", "fp32", encoder
@@ -356,32 +385,38 @@ def _working_rows(o: PlanOptions):
 
 
 def _update_rows(o: PlanOptions):
-    """The global norm, and pieces of what is kept in bf16, widened."""
+    """The global norm, and pieces of what is kept in bf16, widened; fused, the pieces are a checkpoint's alone."""
     update = ("update", "update")
     norm_work = min(TUNING[o.device].update_elements, num_parameters(o.config))
     if o.rounds:
         yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
         yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
-    yield "norm_partials", "scratch", str(norm_partials(o)), "fp32", update
+    yield "grad_norm", "scratch", "1", "fp32", update
+    yield "norm_partials", "scratch", str(NORM_PARTIALS if o.fused else norm_partials(o)), "fp32", update
+    if o.precision != "fp32" and not o.keeps_master:
+        yield "update_parameter", "scratch", "U", "fp32", update
+    if o.fused:
+        yield "update_layout", "scratch", "16 4", "int64", update
+        yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
+        return
     if o.gradients != "fp32":
         yield "norm_work", "scratch", str(norm_work), "fp32", update
         yield "update_gradient", "scratch", "U", "fp32", update
-    if o.precision != "fp32" and not o.keeps_master:
-        yield "update_parameter", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":
         yield "noise_moments", "scratch", "U", "int32", update
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
 
 
-def _sample_rows():
+def _sample_rows(o: PlanOptions):
     """One row through the model, and the keys and values of the positions before it."""
     sample = ("sample", "sample")
     yield "kv_cache", "sample", "L 2 G C", "act", sample
     for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3C"), ("atty", "C"), ("fch", "4C")):
         yield f"sample_{name}", "sample", "1 " + shape, "act", sample
     yield "sample_stats", "sample", "2 1", "fp32", sample
-    yield "sample_rows", "sample", "3 1 C", "fp32", sample
+    if not o.fused:
+        yield "sample_rows", "sample", "4 1 4C", "fp32", sample
 
 
 def norm_partials(o: PlanOptions) -> int:

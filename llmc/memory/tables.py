@@ -148,13 +148,19 @@ FORWARD_STAGES = (
     Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C C"),
 )
 
+LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
+
+# the gradient of a bias is a sum over rows, and taken by the stage before its matmul's, which has those rows at hand.
+# a projection's input gradient comes before GELU runs again, so that one pass can do GELU and its gradient
 BACKWARD_STAGES = (
-    Stage("fcproj_backward", ("dresidual", "fch_gelu"), ("dfch",), ("fcprojw",), ("fcprojw", "fcprojb"), "16 B T C C"),
-    Stage("gelu_backward", ("dfch", "fch"), ("dfch",)),
-    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw", "fcb"), "16 B T C C"),
-    Stage("ln2_backward", ("dresidual", "dln2", "residual2", "ln2_mean", "ln2_rstd"), ("dresidual",), ("ln2w",), ("ln2w", "ln2b")),
-    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw", "attprojb"), "4 B T C C"),
-    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), flops="5 B T T C"),
-    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw", "qkvb"), "12 B T C C"),
-    Stage("ln1_backward", ("dresidual", "dln1", "residual", "ln1_mean", "ln1_rstd"), ("dresidual",), ("ln1w",), ("ln1w", "ln1b")),
+    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C C"),
+    Stage("gelu_backward", ("dfch", "fch"), ("dfch",), (), ("fcb",)),
+    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C C"),
+    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C C"),
+    Stage("ln2_backward", ("dresidual", "dln2", "residual2", *LN2), ("dresidual",), ("ln2w",), ("ln2w", "ln2b", "attprojb")),
+    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw",), "4 B T C C"),
+    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), (), ("qkvb",), "5 B T T C"),
+    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw",), "12 B T C C"),
+    # fcprojb is that of the block below, whose output's gradient this stage completes
+    Stage("ln1_backward", ("dresidual", "dln1", "residual", *LN1), ("dresidual",), ("ln1w",), ("ln1w", "ln1b", "fcprojb")),
 )

@@ -1,0 +1,36 @@
+"""Working through rows a few at a time, in fp32 scratch that fits a cache; and sums over all rows."""
+
+import torch
+
+
+def rows_of(tensor):
+    """(..., C) as (rows, C)."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def row_pieces(x, scratch):
+    """(rows of this piece, four fp32 working views of as many rows) over all rows of x (n, C).
+
+    scratch  view rows (4, ...) fp32, each at least one row of x
+    """
+    n, width = x.shape
+    buffers = scratch["rows"].view(4, -1)
+    size = buffers.shape[1] // width
+    for at in range(0, n, size):
+        count = min(size, n - at)
+        yield slice(at, at + count), *(b[: count * width].view(count, width) for b in buffers)
+
+
+def add_column_sums(total, x, scratch):
+    """total (C,) fp32 += the sum over rows of x (n, C), taken in fp32. Scratch as in row_pieces, and column_sums."""
+    piece_sum = scratch["column_sums"][1][: len(total)]
+    for part, work, *_ in row_pieces(x, scratch):
+        wide = x[part] if x.dtype == torch.float32 else work.copy_(x[part])
+        total.add_(torch.sum(wide, 0, out=piece_sum))
+
+
+def finish_column_sums(out, total, accumulate):
+    """out (C,) = total, added to what it held if `accumulate`: one rounding to its type. total is destroyed."""
+    if accumulate:
+        total.add_(out)
+    out.copy_(total)
