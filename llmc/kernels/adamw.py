@@ -1,0 +1,114 @@
+"""AdamW over the whole arena in one launch, in every form of weights and moments: see llmc/layers/adamw.py.
+
+A program handles a piece of one layer of one tensor, so its place in the noise, its seeds and its decay are the same for all
+elements. What changes from step to step lies in device memory, so that a captured launch can be used again.
+The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits; but for
+the last few elements of a tensor whose size is no multiple of 16, where the CPU's compiler fuses another one.
+"""
+
+from math import sqrt
+
+import numpy as np
+
+from llmc.backend import copy_in
+from llmc.kernels import door
+from llmc.kernels.door import cdiv, fma, jit, load, round_by, rounding_noise, tl
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP
+
+CHUNK, ELEMENTS = 8192, 1024  # of a program, and of its working set
+ALIGNMENT = 16  # elements: where every tensor and layer starts at a multiple of it, loads are as wide as they can be
+WEIGHTS, COPY, BITS, NONE = range(4)  # where the fp32 master is: the weights themselves, a copy, in their missing bits, nowhere
+M_SHARE, V_DECAY, V_SHARE, EPS = (tl.constexpr(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON))
+
+
+@jit
+def _adamw(
+    params, grads, m_state, v_state, master, master_bits, layout, numbers, grad_norm, clip,
+    TENSORS: tl.constexpr, MASTER: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(CHUNK % ELEMENTS == 0)
+    program = tl.program_id(0)
+    tensor = 0
+    for i in tl.static_range(1, TENSORS):
+        tensor += (program >= tl.load(layout + 4 * i)).to(tl.int32)
+    chunk = program - tl.load(layout + 4 * tensor).to(tl.int32)
+    start = tl.multiple_of(tl.load(layout + 4 * tensor + 1), ALIGNMENT)
+    layer_elements = tl.multiple_of(tl.load(layout + 4 * tensor + 2), ALIGNMENT)
+    chunks = tl.load(layout + 4 * tensor + 3).to(tl.int32)
+    layer = chunk // chunks
+    first = (chunk - layer * chunks) * CHUNK
+    layer_start = start + layer * layer_elements
+    seed = tl.load(numbers + tensor).to(tl.uint32, bitcast=True)
+    last_seed = tl.load(numbers + TENSORS + tensor).to(tl.uint32, bitcast=True)
+    decay = tl.load(numbers + 2 * TENSORS + tensor).to(tl.float32, bitcast=True)
+    rate = tl.load(numbers + 3 * TENSORS).to(tl.float32, bitcast=True)
+    v_correction = tl.load(numbers + 3 * TENSORS + 1).to(tl.float32, bitcast=True)
+    ratio = tl.div_rn(tl.load(grad_norm), clip)
+    divisor = tl.where(ratio > 1.0, ratio, 1.0)
+
+    for done in range(0, CHUNK, ELEMENTS):
+        k = first + done + tl.arange(0, ELEMENTS)
+        mask = k < layer_elements
+        at = layer_start + k
+        x = k.to(tl.uint32)
+        column, row = x & 511, (x >> 9) * 512 + layer.to(tl.uint32)
+
+        if MASTER == 1:
+            p = tl.load(master + at, mask=mask, other=0.0)
+        elif MASTER == 2:
+            low = tl.load(master_bits + at, mask=mask, other=0).to(tl.uint32) & 0xFFFF
+            threshold = rounding_noise(column, row, last_seed) & 0xFFFF
+            upper = tl.load(params + at, mask=mask, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
+            p = (((upper - ((low + (0xFFFF - threshold)) >> 16)) << 16) | low).to(tl.float32, bitcast=True)
+        else:
+            p = load(params + at, mask)
+
+        g = load(grads + at, mask)
+        g = tl.div_rn(g, tl.zeros_like(g) + divisor)
+        m, v = load(m_state + at, mask), load(v_state + at, mask)
+        m = fma(tl.zeros_like(g) + M_SHARE, g - m, m)
+        v = fma(g * V_SHARE, g, v * V_DECAY)
+        p = p * decay + tl.div_rn(m * rate, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + v_correction) + EPS)
+
+        noise = tl.zeros_like(x)
+        if MASTER != 0 or m_state.dtype.element_ty == tl.bfloat16:
+            noise = rounding_noise(column, row, seed)
+        if m_state.dtype.element_ty == tl.bfloat16:
+            tl.store(m_state + at, round_by(m, noise >> 16), mask=mask)
+            tl.store(v_state + at, round_by(v, (noise >> 16) ^ noise), mask=mask)
+        else:
+            tl.store(m_state + at, m, mask=mask)
+            tl.store(v_state + at, v, mask=mask)
+        if MASTER == 0:
+            tl.store(params + at, p, mask=mask)
+        else:
+            tl.store(params + at, round_by(p, noise), mask=mask)
+        if MASTER == 1:
+            tl.store(master + at, p, mask=mask)
+        if MASTER == 2:
+            tl.store(master_bits + at, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+
+
+def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
+    """Scratch: update_layout (tensors, 4) int64, update_numbers (3 * tensors + 2,) int32, grad_norm (1,) fp32."""
+    layout, program = np.empty((len(tensors), 4), np.int64), 0
+    for i, t in enumerate(tensors):
+        elements = t.elements // t.layers
+        layout[i] = program, t.start, elements, cdiv(elements, CHUNK)
+        program += t.layers * cdiv(elements, CHUNK)
+    floats = [1 - lr * weight_decay * t.decay for t in tensors]
+    floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
+    seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
+    copy_in(scratch["update_layout"], layout)
+    copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
+    if not hasattr(grad_norm, "data_ptr") or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
+        scratch["grad_norm"].fill_(float(grad_norm))
+    params = flat["parameters"]
+    in_fp32 = params.element_size() == 4
+    form = WEIGHTS if in_fp32 else COPY if "master" in flat else BITS if "master_bits" in flat else NONE
+    aligned = not (layout[:, 1:3] % ALIGNMENT).any()
+    door.launch(
+        _adamw, (program,), params, flat["gradients"], flat["m"], flat["v"], flat.get("master", params), flat.get("master_bits", params),
+        scratch["update_layout"], scratch["update_numbers"], scratch["grad_norm"], GRADIENT_CLIP,
+        TENSORS=len(tensors), MASTER=form, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
+    )  # fmt: skip

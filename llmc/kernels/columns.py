@@ -1,0 +1,61 @@
+"""Sums over rows, as a fixed number of partial sums that are added in order: the same bits on any card and in any run."""
+
+from llmc.kernels import door
+from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, store, tl
+from llmc.layers.rows import rows_of
+
+SUM_COLUMNS = 32
+
+
+@jit
+def _finish_columns(out0, out1, out2, partials, C, stride, PARTIALS: tl.constexpr, COLUMNS: tl.constexpr, ACCUMULATE: tl.constexpr):
+    section = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < C
+    at = tl.arange(0, PARTIALS)[:, None] * stride + section * C + column[None, :]
+    total = tl.sum(tl.load(partials + at, mask=mask[None, :], other=0.0), 0)
+    out = out0
+    if section == 1:
+        out = out1
+    if section == 2:
+        out = out2
+    if ACCUMULATE:
+        total += load(out + column, mask)
+    store(out + column, total, mask)
+
+
+@jit
+def _column_sums(partials, x, n_rows, rows_each, C, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * rows_each
+    end = tl.minimum(first + rows_each, n_rows)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i in range(0, rows_each, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        total += load(x + row[:, None] * C + column[None, :], (row < end)[:, None] & (column < C)[None, :])
+    tl.store(partials + program * stride + column, tl.sum(total, 0), mask=column < C)
+
+
+def matmul_dbias(dbias, dout, scratch, *, accumulate):
+    """Scratch: column_partials (P, >= OC) fp32. See llmc/layers/matmul.py."""
+    n, C = rows_of(dout).shape
+    partials = scratch["column_partials"]
+    door.launch(
+        _column_sums, (len(partials), cdiv(C, TILE_COLUMNS)), partials, dout, n, cdiv(n, len(partials)), C, partials.shape[1],
+        ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
+    )  # fmt: skip
+    finish_columns([dbias], partials, accumulate)
+
+
+def finish_columns(outs, partials, accumulate):
+    """outs[i] (C,) = the sums over rows of partials (P, >= len(outs) * C) fp32, column i * C + c, plus what it held if `accumulate`.
+
+    P is a power of two. Up to three outs, all of one type and size.
+    """
+    C = len(outs[0])
+    out0, out1, out2 = (*outs, outs[0], outs[0])[:3]
+    door.launch(
+        _finish_columns, (cdiv(C, SUM_COLUMNS), len(outs)), out0, out1, out2, partials, C, partials.shape[1],
+        PARTIALS=partials.shape[0], COLUMNS=SUM_COLUMNS, ACCUMULATE=bool(accumulate), num_warps=4,
+    )  # fmt: skip

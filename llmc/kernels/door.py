@@ -1,0 +1,179 @@
+"""The one place that imports triton: what the kernels share, and how they are launched.
+
+Arithmetic here is meant to the bit. Elementwise kernels give what the torch operations in llmc/layers/ give, on any card and in
+Triton's interpreter: no multiply and add is contracted unless fma says so, divisions and roots are correctly rounded, and
+fp32 becomes bf16 by rounding to nearest even. The interpreter truncates there and does not fuse an fma, so it gets both
+spelled out.
+"""
+
+import triton
+import triton.language as tl
+from triton import cdiv, jit, next_power_of_2  # noqa: F401
+
+PRIME_Y = tl.constexpr(198491317)  # a row's stride in the rounding noise
+ROW_ELEMENTS = 4096  # of a tile of whole rows
+TILE_ROWS, TILE_COLUMNS = 16, 256  # of a tile of parts of rows
+
+
+@jit
+def _probe():
+    pass
+
+
+INTERPRETED = tl.constexpr(not isinstance(_probe, triton.runtime.jit.JITFunction))
+
+
+def launch(kernel, grid, *args, num_warps=8, **constants):
+    """Run a kernel on the current stream; `constants` are its constexpr arguments."""
+    kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def compile_only(kernel, args, constants, num_warps, capability):
+    """The compiled kernel, with .asm and .metadata, for a card of compute capability 80, 90, ...; needs no card.
+
+    args are as launch gets them: tensors, of which only type and alignment count, and numbers.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    parameters = {p.name: p for p in kernel.params}
+    types = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.int64": "*i64", "torch.int32": "*i32", "torch.int16": "*i16"}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        value, specialize = args[names.index(name)], not parameters[name].do_not_specialize
+        if specialize and isinstance(value, int) and value == 1:  # as launching does
+            signature[name], constants = "constexpr", constants | {name: 1}
+            continue
+        if isinstance(value, (int, float)):
+            signature[name] = "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
+        else:
+            signature[name] = types[str(value.dtype)]
+        aligned = value.data_ptr() % 16 == 0 if hasattr(value, "data_ptr") else isinstance(value, int) and value % 16 == 0
+        if specialize and aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+# ----------------------------------------------------------------------------
+# what kernels are written with
+
+
+@jit
+def widen(x):
+    """fp32 of a bf16 or fp32 value."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@jit
+def narrow(x, dtype: tl.constexpr):
+    """An fp32 value as `dtype`, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        return tl.where(x != x, tl.full(x.shape, 0x7FC0, tl.uint16), rounded).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@jit
+def load(pointer, mask):
+    """fp32, zero where masked."""
+    return widen(tl.load(pointer, mask=mask, other=0.0))
+
+
+@jit
+def store(pointer, x, mask):
+    """fp32 to the pointer's type."""
+    tl.store(pointer, narrow(x, pointer.dtype.element_ty), mask=mask)
+
+
+@jit
+def fma(a, b, c):
+    """a * b + c, rounded once."""
+    if INTERPRETED:  # rounded twice, which shows once in 2^29 times
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    return tl.fma(a, b, c)
+
+
+@jit
+def constant(like, value: tl.constexpr):
+    """`value` in fp32, in the shape of `like`."""
+    return tl.full(like.shape, value, tl.float32)
+
+
+@jit
+def reciprocal(x):
+    """1 / x, correctly rounded, for 1 <= x < 2^126: no branch, where a division has one for the rest of the range.
+
+    Two steps of Newton's method on the card's approximation, good to an ulp, end on the nearest number for every significand but
+    the one of all ones (Markstein 1990; tried over all of them), whose reciprocal is one above.
+    """
+    if INTERPRETED:
+        return tl.div_rn(constant(x, 1.0), x)
+    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    one = constant(x, 1.0)
+    r = tl.fma(tl.fma(-x, r, one), r, r)
+    r = tl.fma(tl.fma(-x, r, one), r, r)
+    all_ones = (x.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF
+    return (r.to(tl.int32, bitcast=True) + all_ones.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@jit
+def sigmoid_below_zero(x):
+    """1 / (1 + exp(-x)) for -87 < x <= 0: the bits of torch's sigmoid on an x86 CPU, whose exp is SLEEF's expf of 1.0 ulp.
+
+    exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6.
+    """
+    d = 0.0 - x
+    shifted = d * 1.4426950408889634 + 12582912.0  # 1.5 * 2^23: what is added becomes a whole number, in the lowest bits
+    q = shifted - 12582912.0
+    s = fma(q, constant(x, -0.693145751953125), d)
+    s = fma(q, constant(x, -1.428606765330187045e-06), s)
+    u = constant(x, 0.000198527617612853646278381)
+    u = fma(u, s, constant(x, 0.00139304355252534151077271))
+    u = fma(u, s, constant(x, 0.00833336077630519866943359))
+    u = fma(u, s, constant(x, 0.0416664853692054748535156))
+    u = fma(u, s, constant(x, 0.166666671633720397949219))
+    u = fma(u, s, constant(x, 0.5))
+    e = 1.0 + fma(s * s, u, s)
+    e = (e.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)  # times 2^q
+    return reciprocal(1.0 + e)
+
+
+@jit
+def rounding_noise(x, y, seed):
+    """SquirrelNoise5 at column x and row y, all uint32: llmc/layers/rounding.py in one expression."""
+    n = (x + PRIME_Y * y) * 0xD2A80A3F + seed
+    n = n ^ (n >> 9)
+    n = n + 0xA884F197
+    n = n ^ (n >> 11)
+    n = n * 0x6C736F4B
+    n = n ^ (n >> 13)
+    n = n + 0xB79F3ABB
+    n = n ^ (n >> 15)
+    n = n * 0x1B56C4F5
+    return n ^ (n >> 17)
+
+
+@jit
+def round_by(x, threshold):
+    """bf16 of an fp32 x: away from zero where its lower half exceeds threshold's (uint32), else toward zero.
+
+    Not for a NaN: a card's is all ones but for the sign, and what is added would carry over into that, and make it a zero.
+    """
+    bits = x.to(tl.uint32, bitcast=True) + tl.where(x == x, 0xFFFF - (threshold & 0xFFFF), 0)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+def rows_at_once(columns: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of whole rows: powers of two that a program holds in registers."""
+    block = next_power_of_2(columns)
+    rows = max(1, ROW_ELEMENTS // block)
+    return rows, block, max(4, min(16, rows * block // 512))

@@ -1,0 +1,131 @@
+"""LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
+
+A program holds whole rows. Backward is a fixed number of programs, each over a range of rows of its own, whose sums for the
+weight, the bias and the projection's bias are partials that a second kernel adds in order.
+"""
+
+from llmc.kernels import door
+from llmc.kernels.columns import finish_columns
+from llmc.kernels.door import cdiv, constant, jit, load, narrow, rows_at_once, store, tl, widen
+from llmc.layers.layernorm import EPSILON
+from llmc.layers.rows import rows_of
+
+
+@jit
+def _tile(first, n_rows, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row numbers (int64, as rows * C may pass 2^31), columns, and which of both exist."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    return row, column, (row < n_rows)[:, None] & (column < C)[None, :]
+
+
+@jit
+def _row_mean(x, C):
+    """Means over the columns of x, those beyond C being zero."""
+    total = tl.sum(x, 1)
+    return tl.div_rn(total, tl.zeros_like(total) + C)
+
+
+@jit
+def _layernorm_forward(
+    out, mean, rstd, inp, residual, weight, bias, n_rows, C, epsilon, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row, column, mask = _tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, C, ROWS, COLUMNS)
+    at = row[:, None] * C + column[None, :]
+    x = load(inp + at, mask)
+    if ADD:
+        added = narrow(x + load(residual + at, mask), inp.dtype.element_ty)
+        tl.store(inp + at, added, mask=mask)
+        x = widen(added)
+    m = _row_mean(x, C)
+    centered = tl.where(mask, x - m[:, None], 0.0)
+    variance = _row_mean(centered * centered, C)
+    r = tl.div_rn(constant(variance, 1.0), tl.sqrt_rn(variance + epsilon))
+    tl.store(mean + row, m, mask=row < n_rows)
+    tl.store(rstd + row, r, mask=row < n_rows)
+    w, b = load(weight + column, column < C), load(bias + column, column < C)
+    store(out + at, centered * r[:, None] * w[None, :] + b[None, :], mask)
+
+
+@jit
+def _layernorm_normalize(out, mean, rstd, inp, weight, bias, n_rows, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, mask = _tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, C, ROWS, COLUMNS)
+    at = row[:, None] * C + column[None, :]
+    m, r = load(mean + row, row < n_rows), load(rstd + row, row < n_rows)
+    w, b = load(weight + column, column < C), load(bias + column, column < C)
+    store(out + at, (load(inp + at, mask) - m[:, None]) * r[:, None] * w[None, :] + b[None, :], mask)
+
+
+@jit
+def _layernorm_backward(
+    dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride,
+    PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * rows_each
+    end = tl.minimum(first + rows_each, n_rows)
+    weight_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    bias_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    proj_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    w = load(weight + tl.arange(0, COLUMNS), tl.arange(0, COLUMNS) < C)
+    for i in range(0, rows_each, ROWS):
+        row, column, mask = _tile(first + i, end, C, ROWS, COLUMNS)
+        at = row[:, None] * C + column[None, :]
+        m, r = load(mean + row, row < end), load(rstd + row, row < end)
+        dy = load(dout + at, mask)
+        x_hat = tl.where(mask, (load(inp + at, mask) - m[:, None]) * r[:, None], 0.0)
+        bias_sum += dy
+        weight_sum += x_hat * dy
+        # dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) with g = dout * weight
+        g = dy * w[None, :]
+        g_mean = _row_mean(g, C)
+        gx_mean = _row_mean(g * x_hat, C)
+        new = load(dresidual + at, mask) + (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * r[:, None]
+        store(dresidual + at, new, mask)
+        if PROJECTION:
+            proj_sum += tl.where(mask, new, 0.0)
+    column = tl.arange(0, COLUMNS)
+    partial = partials + program * stride + column
+    tl.store(partial, tl.sum(weight_sum, 0), mask=column < C)
+    tl.store(partial + C, tl.sum(bias_sum, 0), mask=column < C)
+    if PROJECTION:
+        tl.store(partial + 2 * C, tl.sum(proj_sum, 0), mask=column < C)
+
+
+def _launch_forward(out, mean, rstd, inp, residual, weight, bias, add):
+    x = rows_of(inp)
+    n, C = x.shape
+    rows, columns, warps = rows_at_once(C)
+    door.launch(
+        _layernorm_forward, (cdiv(n, rows),), out, mean, rstd, inp, residual, weight, bias, n, C, EPSILON,
+        ADD=add, ROWS=rows, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
+
+
+def layernorm_forward(out, mean, rstd, inp, weight, bias, scratch):
+    _launch_forward(out, mean, rstd, inp, inp, weight, bias, False)
+
+
+def residual_layernorm_forward(residual_out, out, mean, rstd, residual, weight, bias, scratch):
+    _launch_forward(out, mean, rstd, residual_out, residual, weight, bias, True)
+
+
+def layernorm_normalize(out, inp, mean, rstd, weight, bias, scratch):
+    n, C = rows_of(inp).shape
+    rows, columns, warps = rows_at_once(C)
+    door.launch(
+        _layernorm_normalize, (cdiv(n, rows),), out, mean, rstd, inp, weight, bias, n, C, ROWS=rows, COLUMNS=columns, num_warps=warps
+    )  # fmt: skip
+
+
+def layernorm_backward(dresidual, dweight, dbias, dproj_bias, dout, inp, weight, mean, rstd, scratch, *, accumulate):
+    """Scratch: column_partials (P, >= 3C) fp32."""
+    n, C = rows_of(inp).shape
+    rows, columns, warps = rows_at_once(C)
+    partials = scratch["column_partials"]
+    door.launch(
+        _layernorm_backward, (len(partials),), dresidual, partials, dout, inp, weight, mean, rstd,
+        n, cdiv(n, len(partials)), C, partials.shape[1],
+        PROJECTION=dproj_bias is not None, ROWS=rows, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
+    finish_columns([dweight, dbias] if dproj_bias is None else [dweight, dbias, dproj_bias], partials, accumulate)

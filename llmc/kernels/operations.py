@@ -1,0 +1,19 @@
+"""All kernels' launchers, by the names of their counterparts in llmc/layers/."""
+
+from llmc.kernels.adamw import adamw_update
+from llmc.kernels.attention import pack_gradients
+from llmc.kernels.columns import matmul_dbias
+from llmc.kernels.encoder import encoder_backward, encoder_forward
+from llmc.kernels.fused_classifier import fused_classifier_inplace
+from llmc.kernels.gelu import gelu_backward_inplace, gelu_forward
+from llmc.kernels.global_norm import global_norm
+from llmc.kernels.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
+
+
+def triton_operations() -> dict:
+    """Name -> launcher."""
+    launchers = (
+        encoder_forward, encoder_backward, layernorm_forward, residual_layernorm_forward, layernorm_normalize, layernorm_backward,
+        gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias, fused_classifier_inplace, global_norm, adamw_update,
+    )  # fmt: skip
+    return {f.__name__: f for f in launchers}

@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Compile every Triton kernel a training run launches, for cards that need not be there.
+
+    python scripts/compile_kernels.py                    sm80, sm90 and sm100, at GPT-2's widths
+    python scripts/compile_kernels.py --capability 90 --resources
+
+The launches of real training steps are recorded, in every form of weights, gradients and optimizer state, and each kind is
+compiled down to machine code. --resources prints registers, spills and shared memory, where cuobjdump is at hand.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)  # interpreted functions cannot be compiled
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from llmc.config import ModelConfig
+from llmc.gpt2 import GPT2
+from llmc.kernels import door
+from llmc.memory.plan import Plan, PlanOptions
+
+SMALL = ModelConfig(max_seq_len=64, vocab_size=50257, num_layers=2, num_heads=1, channels=64, padded_vocab_size=50304)
+FORMS = (
+    dict(precision="fp32"),
+    dict(precision="fp32", optimizer_state="bf16"),
+    dict(precision="bf16"),
+    dict(precision="bf16", optimizer_state="bf16"),
+    dict(precision="bf16", master="bits16"),
+    dict(precision="bf16", master="bits16", optimizer_state="bf16"),
+    dict(precision="bf16", master="none"),
+    dict(precision="bf16", grad_dtype="fp32"),
+)
+
+
+def recorded_launches(channels, forms=FORMS) -> dict:
+    """What steps launch: (kernel's name, types of arguments, constants, warps) -> (kernel, args, constants, warps).
+
+    Matmuls and attention run on the CPU; kernels do not, so the numbers mean nothing.
+    """
+    found = {}
+
+    def record(kernel, grid, *args, num_warps=8, **constants):
+        types = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args)
+        key = (kernel.fn.__module__.rpartition(".")[2], kernel.fn.__name__, types, tuple(constants.items()), num_warps)
+        found.setdefault(key, (kernel, args, constants, num_warps))
+
+    real, door.launch = door.launch, record
+    try:
+        for form in forms:
+            config = replace(SMALL, channels=channels)
+            model = GPT2(Plan(PlanOptions(config, 1, 16, kernels="triton", recompute=2, sample_length=4, **form)))
+            tokens = np.zeros((1, 16), np.int64)
+            for micro_step in range(2):
+                model.forward(tokens)
+                model.backward(tokens, 2, micro_step)
+            model.update(1e-4, 0.1, 1, model.grad_norm())
+            model.validate(tokens, tokens)
+    finally:
+        door.launch = real
+    return found
+
+
+def resources(binary: bytes) -> str:
+    """What ptxas gave a kernel, from cuobjdump; empty where there is none."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(binary)
+        f.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True).stdout
+    fields = dict(word.split(":", 1) for word in text.split() if ":" in word)
+    return f"{fields.get('REG', '?'):>4} registers, {fields.get('STACK', '?'):>3} B stack, {fields.get('SHARED', '?'):>6} B shared"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities [80 90 100]")
+    parser.add_argument("--channels", type=int, nargs="+", default=[768, 1600], help="model widths [768 1600]")
+    parser.add_argument("--resources", action="store_true", help="print registers, spills and shared memory of each")
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    count = 0
+    for channels in args.channels:
+        launches = recorded_launches(channels)
+        for capability in args.capability:
+            for (module, name, types, constants, warps), launch in launches.items():
+                compiled = door.compile_only(*launch, capability)
+                assert f".target sm_{capability}" in compiled.asm["ptx"]
+                count += 1
+                if args.resources:
+                    dtypes = "/".join(sorted({t.removeprefix("torch.") for t in types if "torch" in t}))
+                    constants = " ".join(f"{k}={v}" for k, v in constants)
+                    print(
+                        f"sm{capability} {module + '.' + name:28} {resources(compiled.asm['cubin'])}  {warps} warps, {dtypes}, {constants}"
+                    )
+        print(f"C={channels}: {len(launches)} kernels for each of " + ", ".join(f"sm{c}" for c in args.capability))
+    print(f"{count} compilations")
+
+
+if __name__ == "__main__":
+    main()

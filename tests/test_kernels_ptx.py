@@ -1,0 +1,108 @@
+"""Every kernel of a training run, compiled for cards that are not here: what the machine code may and may not contain."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="no triton here, and so no kernels: python -m pip install triton")
+
+REPO = Path(__file__).resolve().parent.parent
+# width -> cards: a tile of whole rows is 1024 and 2048 columns wide, and 1600 fills neither it nor blocks of 256
+CAPABILITIES = {768: (80, 90, 100), 1600: (90,)}
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of compiled kernels for this file alone: a test compiles what it tests, and the next need not again."""
+    return tmp_path_factory.mktemp("triton")
+
+
+def run(cache, *command):
+    """Standard output of a Python command at the repository's root."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("channels", CAPABILITIES)
+def test_every_kernel_compiles_for_every_card_and_spills_nothing(cache, channels):
+    """As often as there are kinds of launches; no local memory on a Hopper, wherever cuobjdump can tell."""
+    cards = CAPABILITIES[channels]
+    out = run(cache, "scripts/compile_kernels.py", "--capability", *cards, "--channels", channels, "--resources")
+    (kinds,) = re.findall(rf"^C={channels}: (\d+) kernels for each of {', '.join(f'sm{c}' for c in cards)}$", out, re.M)
+    assert out.splitlines()[-1] == f"{int(kinds) * len(cards)} compilations"
+    lines = re.findall(r"^sm(\d+) (\S+) +(?:\S+ registers, +(\S+) B stack,)?", out, re.M)
+    assert len(lines) == int(kinds) * len(cards) and int(kinds) > 30
+    assert {name.partition(".")[0] for _, name, _ in lines} == MODULES
+    assert [line for line in lines if line[0] == "90" and line[2] not in ("0", "")] == []
+
+
+# kinds of instructions of each kernel at sm90, whose PTX is that of the other cards but for what they alone have
+INSTRUCTIONS = """
+import json, re, sys
+from scripts.compile_kernels import recorded_launches
+import torch
+from llmc.kernels import door
+
+torch.set_grad_enabled(False)
+for (module, name, *_), launch in recorded_launches(int(sys.argv[1])).items():
+    ptx = door.compile_only(*launch, 90).asm["ptx"]
+    print(json.dumps([module, name, sorted(set(re.findall(r"^\\s+(?:@!?%\\w+ )?([a-z]\\w*(?:\\.\\w+)+)\\s", ptx, re.M)))]))
+"""
+MODULES = {"adamw", "attention", "columns", "encoder", "fused_classifier", "gelu", "global_norm", "layernorm"}
+WITH_FMA = {"adamw", "gelu"}  # which say so; the logarithm of the classifier brings some of another kind, with .ftz
+TO_THE_BIT = {"adamw", "attention", "encoder", "gelu"}  # all that elementwise kernels compute
+
+
+@pytest.fixture(scope="module")
+def instructions(cache):
+    """[(module, kernel, instructions)] of every kind of launch."""
+    lines = run(cache, "-c", INSTRUCTIONS, 768).splitlines()
+    assert {json.loads(line)[0] for line in lines} == MODULES
+    return [json.loads(line) for line in lines]
+
+
+def test_multiplications_and_additions_are_contracted_only_where_a_kernel_asks_for_it(instructions):
+    """Bits equal torch's only if every other product is rounded before it is added to: what enable_fp_fusion=False promises."""
+    for module, name, found in instructions:
+        contracted = [i for i in found if re.fullmatch(r"(fma|mad)\.rn\.f32(x2)?", i)]
+        assert bool(contracted) == (module in WITH_FMA), f"{module}.{name}: {contracted}"
+
+
+def test_divisions_and_roots_are_correctly_rounded_where_bits_count(instructions):
+    """Everywhere in what is elementwise; and nowhere is a root a card's approximation."""
+    for module, name, found in instructions:
+        rough = [
+            i
+            for i in found
+            if i.startswith(("sqrt.approx", "rsqrt.approx")) or module in TO_THE_BIT and i.startswith(("div.full", "div.approx"))
+        ]
+        assert rough == [], f"{module}.{name}"
+
+
+SIZES_OF_ONE = """
+from scripts.compile_kernels import recorded_launches
+import torch
+from llmc.kernels import door
+
+torch.set_grad_enabled(False)
+for kernel, args, constants, warps in recorded_launches(64, [dict(precision="bf16")]).values():
+    names = [name for name in kernel.arg_names if name not in constants]
+    fixed = [kernel.params[kernel.arg_names.index(name)].do_not_specialize for name in names]
+    ones = {name: 1 for name, x, f in zip(names, args, fixed) if isinstance(x, int) and not f}
+    door.compile_only(kernel, [x for name, x in zip(names, args) if name not in ones], constants | ones, warps, 90)
+    print(kernel.fn.__name__, *ones)
+"""
+
+
+def test_kernels_compile_where_sizes_are_one(cache):
+    """Triton makes a constant of an integer argument that is 1, and then some expressions have no type of their own."""
+    assert len(run(cache, "-c", SIZES_OF_ONE).splitlines()) > 10
