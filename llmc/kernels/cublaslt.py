@@ -1,0 +1,304 @@
+"""GELU inside a matmul, by cuBLASLt's epilogues: what llm.c does for -ge 1 (forward) and -ge 2 (backward too).
+
+The library that torch itself runs on is called through ctypes: nothing to build or install. torch offers neither the epilogue that keeps
+the pre-activation nor the one that multiplies by GELU's derivative; with them each of the two passes saves one reading and one writing
+of a (rows, 4C) tensor.
+
+Not yet run on a GPU. Checked without one: constants and sizes against NVIDIA's headers and against real descriptors of cuBLAS 12.8.4 and
+13.10.0; transposes and leading dimensions by a stand-in for the library that multiplies in numpy (tests/test_cublaslt.py).
+
+Numerics: sums are fp32, split-K's partial ones too. The epilogue works on the fp32 sum, where a separate GELU reads it after rounding to
+bf16, and its tanh is the library's own: results differ from llmc/layers/gelu.py in the last bits, and may between versions of cuBLAS.
+Which cards have it fused rather than as a second kernel is the library's matter: llm.c found H100 with CUDA 12.5 to be (PR 591).
+Source: llm.c llmc/matmul.cuh; NVIDIA cublasLt.h.
+"""
+
+import ctypes
+import functools
+from ctypes import byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmc.errors import UserError
+
+# Values from cublas_api.h, cublasLt.h and library_types.h; the same in cuBLAS 12.8.4 and 13.10.0
+DATA_TYPES = {torch.float32: 0, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16BF
+COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
+OP_N, OP_T = 0, 1
+EPILOGUE_GELU_AUX_BIAS, EPILOGUE_DGELU = 32 | 128 | 4, 64 | 128
+REDUCTION_SCHEME_COMPUTE_TYPE = 2
+STATUS_NOT_SUPPORTED = 15
+# attribute -> (number, type): the library refuses a value of another size. The types of bias and aux are left at their default, D's type
+DESC = {
+    "TRANSA": (3, c_int32),
+    "TRANSB": (4, c_int32),
+    "EPILOGUE": (7, c_uint32),
+    "BIAS_POINTER": (8, c_void_p),
+    "EPILOGUE_AUX_POINTER": (11, c_void_p),
+    "EPILOGUE_AUX_LD": (12, c_int64),
+}
+PREFERENCE = {
+    "MAX_WORKSPACE_BYTES": (1, c_uint64),
+    "REDUCTION_SCHEME_MASK": (3, c_uint32),
+    "MIN_ALIGNMENT_A_BYTES": (5, c_uint32),
+    "MIN_ALIGNMENT_B_BYTES": (6, c_uint32),
+    "MIN_ALIGNMENT_C_BYTES": (7, c_uint32),
+    "MIN_ALIGNMENT_D_BYTES": (8, c_uint32),
+}
+# function -> argument types, for those that return a status; every handle, descriptor and address is a void pointer here
+SIGNATURES = {
+    "cublasLtCreate": [c_void_p],
+    "cublasLtMatmulDescCreate": [c_void_p, c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatrixLayoutCreate": [c_void_p, c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatmulPreferenceCreate": [c_void_p],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulPreferenceDestroy": [c_void_p],
+    # handle, desc, layouts of A B C D, preference, how many are wanted, results, how many were found
+    "cublasLtMatmulAlgoGetHeuristic": [*[c_void_p] * 7, c_int, c_void_p, c_void_p],
+    # handle, desc, alpha, A and its layout, B and its, beta, C and its, D and its, algorithm, workspace and its bytes, stream
+    "cublasLtMatmul": [*[c_void_p] * 14, c_size_t, c_void_p],
+}
+
+POINTER_ALIGNMENT = 16  # bytes: what tensor-core kernels and the epilogue's loads want
+WORKSPACE_ALIGNMENT = 256  # bytes: as NVIDIA's TransformerEngine insists; torch's allocator gives 512
+AUX_COLUMNS_MULTIPLE = 8  # elements: cublasLt.h, EPILOGUE_AUX_LD
+DEVICE_TYPE = "cuda"  # tests say "cpu", together with a stand-in for the library
+
+
+class NoAlgorithm(UserError, RuntimeError):
+    """The library has no kernel for this operation, shape and type on this card; a separate GELU will do."""
+
+
+class HeuristicResult(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: the algorithm comes first, so the address of this is also the address of that."""
+
+    _fields_ = [
+        ("algorithm", c_uint64 * 8),
+        ("workspace_bytes", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a matmul needs besides its pointers; lives as long as the process, which meets a handful of shapes."""
+
+    desc: c_void_p
+    a: c_void_p
+    b: c_void_p
+    d: c_void_p
+    result: HeuristicResult
+
+
+def available() -> str:
+    """An empty string if cuBLASLt can be loaded, else one sentence saying why not. It says nothing about a card or a driver."""
+    try:
+        _library()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class MatmulGelu:
+    """The two fused matmuls on the current CUDA device, with their descriptors and chosen algorithms.
+
+    workspace  (n_bytes,) uint8, on the device; scratch of the calls, so they belong on one stream at a time. NVIDIA's advice is 32 MiB
+               on Hopper and 4 MiB before it; an algorithm that needs more than there is will not be chosen.
+    tf32       whether fp32 operands may be rounded to TF32 (10 bits of mantissa); bf16 ones ignore it
+
+    The first call with a shape, type and alignment asks the library for its best algorithm. Every later one sets two pointers and
+    launches on torch.cuda.current_stream(): no allocation and no synchronization, so a CUDA graph may capture it after one such call.
+    """
+
+    def __init__(self, workspace, *, tf32: bool = False):
+        _check("workspace", workspace, dtype=torch.uint8, shape=(workspace.numel(),), alignment=WORKSPACE_ALIGNMENT)
+        why_not = available()
+        if why_not:
+            raise RuntimeError(why_not)
+        self._library = _library()
+        self._workspace, self._tf32, self._plans = workspace, tf32, {}
+        self._handle = self._create("cublasLtCreate")
+        self._one, self._zero = c_float(1.0), c_float(0.0)
+
+    def forward(self, gelu_out, pre, inp, weight, bias):
+        """pre = inp @ weight.T + bias; gelu_out = GELU(pre), tanh approximation.
+
+        gelu_out  (..., OC)  written     inp     (..., C)  read     all contiguous, fp32 or bf16 alike, at multiples of 16 bytes;
+        pre       (..., OC)  written     weight  (OC, C)   read     no two share memory; OC is a multiple of 8
+        bias      (OC,)      read
+        Cost 2*rows*C*OC FLOP. Raises ValueError naming the tensor that does not fit, NoAlgorithm.
+        """
+        OC, C = _rows(weight), weight.shape[-1]
+        rows, dtype = _rows(inp), weight.dtype
+        wanted = {"weight": (OC, C), "inp": (rows, C), "gelu_out": (rows, OC), "pre": (rows, OC), "bias": (OC,)}
+        self._check_operands(wanted, weight=weight, inp=inp, gelu_out=gelu_out, pre=pre, bias=bias)
+        # column-major, each row-major (r, c) is its own transpose (c, r): gelu_out.T (OC, rows) = (weight.T).T (OC, C) @ inp.T (C, rows)
+        self._matmul(EPILOGUE_GELU_AUX_BIAS, OP_T, OC, rows, C, dtype, a=weight, b=inp, d=gelu_out, aux=pre, bias=bias)
+
+    def backward(self, dpre, dout, weight, pre):
+        """dpre = (dout @ weight) * gelu'(pre): the gradient of the linear layer after the GELU, taken through the GELU.
+
+        dpre    (..., C)   written     dout  (..., OC)  read     all contiguous, fp32 or bf16 alike, at multiples of 16 bytes;
+        weight  (OC, C)    read        pre   (..., C)   read     no two share memory; C is a multiple of 8
+        Cost 2*rows*C*OC FLOP. Raises ValueError naming the tensor that does not fit, NoAlgorithm.
+        """
+        OC, C = _rows(weight), weight.shape[-1]
+        rows, dtype = _rows(dout), weight.dtype
+        wanted = {"weight": (OC, C), "dout": (rows, OC), "dpre": (rows, C), "pre": (rows, C)}
+        self._check_operands(wanted, weight=weight, dout=dout, dpre=dpre, pre=pre)
+        # dpre.T (C, rows) = weight.T (C, OC) @ dout.T (OC, rows): both as they lie
+        self._matmul(EPILOGUE_DGELU, OP_N, C, rows, OC, dtype, a=weight, b=dout, d=dpre, aux=pre, bias=None)
+
+    def _check_operands(self, wanted, **tensors):
+        dtype = tensors["weight"].dtype
+        if dtype not in DATA_TYPES:
+            raise ValueError(f"weight is {dtype}; expected torch.float32 or torch.bfloat16")
+        for name, tensor in tensors.items():
+            _check(name, tensor, dtype=dtype, shape=wanted[name], alignment=POINTER_ALIGNMENT)
+            if tensor.device != self._workspace.device:
+                raise ValueError(f"{name} is on {tensor.device}; expected {self._workspace.device}, where the workspace is")
+        if tensors["pre"].shape[-1] % AUX_COLUMNS_MULTIPLE:
+            raise ValueError(f"pre has {tensors['pre'].shape[-1]} columns; expected a multiple of {AUX_COLUMNS_MULTIPLE}")
+
+    def _matmul(self, epilogue, trans_a, m, n, k, dtype, *, a, b, d, aux, bias):
+        """d (m, n) = epilogue(op(a) (m, k) @ b (k, n)), column-major; aux lies as d does, bias is (m,)."""
+        # the library judges alignment by these two pointers and by the preference, so both are part of what an algorithm was chosen for
+        alignments = tuple(_alignment(t) for t in (a, b, d, aux, bias) if t is not None)
+        key = (epilogue, m, n, k, dtype, alignments)
+        plan = self._plans.get(key)
+        if plan is None:
+            desc = self._desc(epilogue, trans_a, m, dtype)
+            self._set_pointers(desc, aux, bias)
+            plan = self._plans[key] = self._plan(desc, trans_a, m, n, k, dtype, alignments)
+        self._set_pointers(plan.desc, aux, bias)
+        self._call(
+            "cublasLtMatmul", self._handle, plan.desc, byref(self._one), a.data_ptr(), plan.a, b.data_ptr(), plan.b,
+            byref(self._zero), d.data_ptr(), plan.d, d.data_ptr(), plan.d,  # C is not read, its factor being 0
+            byref(plan.result), self._workspace.data_ptr(), self._workspace.numel(), _stream(d.device),
+        )  # fmt: skip
+
+    def _desc(self, epilogue, trans_a, m, dtype):
+        fast = self._tf32 and dtype == torch.float32
+        desc = self._create("cublasLtMatmulDescCreate", COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F, DATA_TYPES[torch.float32])
+        values = {"TRANSA": trans_a, "TRANSB": OP_N, "EPILOGUE": epilogue, "EPILOGUE_AUX_LD": m}
+        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
+        return desc
+
+    def _set_pointers(self, desc, aux, bias):
+        values = {"EPILOGUE_AUX_POINTER": aux.data_ptr()} | ({} if bias is None else {"BIAS_POINTER": bias.data_ptr()})
+        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
+
+    def _plan(self, desc, trans_a, m, n, k, dtype, alignments):
+        """Layouts, and the algorithm the library thinks fastest within the workspace."""
+        a_rows, a_columns = (k, m) if trans_a == OP_T else (m, k)
+        a, b, d = (
+            self._create("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], rows, columns, rows)
+            for rows, columns in ((a_rows, a_columns), (k, n), (m, n))
+        )
+        align_a, align_b, align_d = alignments[:3]
+        wishes = {
+            "MAX_WORKSPACE_BYTES": self._workspace.numel(),
+            # unsplit, or split with partial sums in fp32: as allow_bf16_reduced_precision_reduction = False asks of torch's matmuls
+            "REDUCTION_SCHEME_MASK": REDUCTION_SCHEME_COMPUTE_TYPE,
+            "MIN_ALIGNMENT_A_BYTES": align_a,
+            "MIN_ALIGNMENT_B_BYTES": align_b,
+            "MIN_ALIGNMENT_C_BYTES": align_d,
+            "MIN_ALIGNMENT_D_BYTES": align_d,
+        }
+        preference = self._create("cublasLtMatmulPreferenceCreate")
+        try:
+            self._set("cublasLtMatmulPreferenceSetAttribute", preference, PREFERENCE, wishes)
+            result, found = HeuristicResult(), c_int(0)
+            arguments = (self._handle, desc, a, b, d, d, preference, 1, byref(result), byref(found))
+            status = self._call("cublasLtMatmulAlgoGetHeuristic", *arguments, unless=STATUS_NOT_SUPPORTED)
+        finally:
+            self._call("cublasLtMatmulPreferenceDestroy", preference)
+        if status or found.value == 0 or result.state:
+            raise NoAlgorithm(
+                f"cuBLASLt {self._library.cublasLtGetVersion()} has no algorithm on this card for a matmul with GELU in it, "
+                f"m {m}, n {n}, k {k}, {dtype}, within a workspace of {self._workspace.numel()} bytes; use -ge 0"
+            )
+        return Plan(desc, a, b, d, result)
+
+    def _create(self, function, *arguments):
+        made = c_void_p()
+        self._call(function, byref(made), *arguments)
+        return made
+
+    def _set(self, function, descriptor, attributes, values):
+        for name, value in values.items():
+            number, kind = attributes[name]
+            self._call(function, descriptor, number, byref(kind(value)), ctypes.sizeof(kind))
+
+    def _call(self, function, *arguments, unless=0):
+        """Its status, which is 0 or `unless`; RuntimeError for any other."""
+        status = getattr(self._library, function)(*arguments)
+        if status not in (0, unless):
+            raise RuntimeError(f"{function} failed: {self._library.cublasLtGetStatusName(status).decode()}")
+        return status
+
+
+def _check(name, tensor, *, dtype, shape, alignment):
+    if tensor.device.type != DEVICE_TYPE:
+        raise ValueError(f"{name} is on {tensor.device}; expected a {DEVICE_TYPE} device")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
+    found = (_rows(tensor), tensor.shape[-1]) if len(shape) == 2 else tuple(tensor.shape)
+    if found != shape:
+        raise ValueError(f"{name} is {found}, leading dimensions taken together; expected {shape}")
+    if 0 in shape:
+        raise ValueError(f"{name} is empty; expected at least one element")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; expected it contiguous")
+    if tensor.data_ptr() % alignment:
+        raise ValueError(f"{name} lies at {tensor.data_ptr():#x}; expected a multiple of {alignment} bytes")
+
+
+def _rows(tensor) -> int:
+    return tensor.shape[:-1].numel()
+
+
+def _alignment(tensor) -> int:
+    """The largest power of two, up to 256 as cuBLASLt assumes at most, that divides the address."""
+    return min(tensor.data_ptr() & -tensor.data_ptr(), 256)
+
+
+def _stream(device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+@functools.cache  # which remembers success only
+def _library():
+    """The library with its argument types declared; OSError with one sentence if there is none."""
+    for name in _names():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        try:
+            for function, argument_types in SIGNATURES.items():
+                getattr(library, function).argtypes = argument_types
+            library.cublasLtGetVersion.restype = c_size_t
+            library.cublasLtGetStatusName.restype = c_char_p
+        except AttributeError as error:
+            raise OSError(f"{name} is not the cuBLASLt that is needed here: {error}") from None
+        return library
+    raise OSError("libcublasLt was not found: not loaded by torch, not on the loader's path, not among the nvidia packages beside torch")
+
+
+def _names():
+    """What to ask the loader for, best first."""
+    try:
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not Linux
+        mapped = []
+    yield from sorted({line.split(maxsplit=5)[5] for line in mapped if "/libcublasLt.so" in line})  # torch's own, once it has used CUDA
+    majors = [torch.version.cuda.split(".")[0]] if torch.version.cuda else ["13", "12"]
+    yield from (f"libcublasLt.so.{major}" for major in majors)
+    packages = Path(torch.__file__).parent.parent
+    yield from (str(path) for major in majors for path in sorted(packages.glob(f"nvidia/*/lib/libcublasLt.so.{major}")))
