@@ -1,6 +1,7 @@
 # make train      prepare a corpus and watch a small GPT-2 learn it
 # make test       the tests
-# make test-gpu   the tests that need a CUDA device
+# make test-gpu   the tests that need a CUDA device, kernels compiled for it
+# make gpu-check  those tests, every kernel, training steps and torch.compile beside them, as one report
 # make bench      a training step against plain PyTorch, time and memory
 #
 # Everything is installed into .venv. With an NVIDIA GPU pip takes the newest torch; without one a fixed version, so that an index
@@ -16,7 +17,7 @@ data   := dev/data/stdlib
 # sizes with a vocabulary of 256, one run each: training loss 2.13 at 2.5e-4, 2.05 at 5e-4, 2.15 at 1e-3, 2.40 at 2e-3)
 demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 350 -g 256
 
-.PHONY: train test test-gpu bench clean
+.PHONY: train test test-gpu gpu-check bench clean
 
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
@@ -25,7 +26,11 @@ test: $(VENV)/installed-test
 	$(python) -m pytest
 
 test-gpu: $(VENV)/installed-test
-	$(python) -m pytest -m gpu
+	$(python) -m pytest -m "gpu or kernels"
+
+# with whatever torch, triton, numpy and pytest there is: a GPU machine may have no package index
+gpu-check:
+	$(or $(wildcard $(python)),$(PYTHON)) scripts/gpu_check.py
 
 bench: $(VENV)/installed
 	$(python) scripts/bench.py -e d12 -b 4 -t 64
@@ -42,7 +47,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(python) -m pip install --quiet --disable-pip-version-check pytest transformers safetensors pyarrow matplotlib
+	$(python) -m pip install --quiet --disable-pip-version-check pytest transformers safetensors pyarrow matplotlib "triton>=3.6"
 	touch $@
 
 clean:

@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""What this checkout does on the GPU it finds, as one report: its tests, every kernel, training steps, torch.compile beside them.
+
+    python scripts/gpu_check.py                        up to 7.5 minutes; scripts/bench/gpu_<card>.json and .md
+    python scripts/gpu_check.py --only steps compile   some sections
+    python scripts/gpu_check.py --tune --only tune     which tile sizes and warps are fastest here
+    python scripts/gpu_check.py --dry-run              the same code in seconds on a CPU, at sizes that measure nothing
+
+A section that fails is recorded with its last lines, and the others go on; what does not fit into the time is skipped, and the
+report says so. The report is written anew after every section, so that a kill loses little. Without a GPU it is a dry run.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from llmc.backend import open_backend
+from llmc.kernels import operations
+from llmc.memory import plan as memory_plan
+from llmc.memory.plan import PlanOptions
+from scripts import gpu_kernels, gpu_steps
+from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, device_is_lost, free_memory, last_lines, new_record
+from scripts.gpu_report import markdown, print_summary
+
+
+class Run:
+    """One check: the device, the sizes, the clock, what later sections want of earlier ones, and the report so far."""
+
+    def __init__(self, args, backend, dry: bool, prefix: Path):
+        self.args, self.backend, self.dry, self.prefix, self.sizes = args, backend, dry, prefix, DRY if dry else FULL
+        self.deadline = time.monotonic() + 60 * args.minutes
+        self.cuda = backend.kind == "cuda"
+        self.no_triton = triton_problem(backend)
+        self.kernels = "torch" if self.no_triton or args.kernels == "torch" else "triton"
+        self.rates = {}  # "copy" GB/s, "bf16" and "fp32" TFLOP/s
+        self.step_ms = None  # of -r 0
+        self.summary = {}
+        self.report = {"dry_run": dry, "card": backend.name, "minutes": args.minutes, "summary": self.summary, "sections": {}}
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.deadline - time.monotonic()
+
+    def has(self, seconds) -> bool:
+        """Whether so many are left; a dry run begins everything while there are any."""
+        return self.left() >= (0 if self.dry else seconds)
+
+    def random(self, *shape, dtype=BF16, scale=1.0):
+        return torch.empty(shape, dtype=dtype, device=self.backend.device).normal_(0, scale)
+
+    def options(self, config, B, T, **forms) -> PlanOptions:
+        usual = dict(kernels=self.kernels, device=self.backend.kind, processors=self.backend.processors() or 132, recompute=0)
+        return PlanOptions(config, B, T, **(usual | forms))
+
+    def share(self, rate, of):
+        return rate / self.rates[of] if of in self.rates else None
+
+    def write(self):
+        """Both files, each whole at any time."""
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(files_of(self.prefix), (json.dumps(self.report, indent=1, default=str), markdown(self.report))):
+            part = path.with_name(path.name + ".part")
+            part.write_text(text)
+            part.replace(path)
+
+
+def files_of(prefix) -> tuple[Path, Path]:
+    return Path(f"{prefix}.json"), Path(f"{prefix}.md")
+
+
+def triton_problem(backend) -> str:
+    """Why Triton's kernels do not run here; empty if they do."""
+    try:
+        scratch = {"norm_partials": torch.zeros(4, device=backend.device)}
+        operations(True).global_norm(torch.zeros(1, device=backend.device), torch.ones(64, device=backend.device), scratch, piece=64)
+        backend.synchronize()
+        return ""
+    except Exception as error:
+        return f"Triton's kernels do not run here: {last_lines(error, 2)}"
+
+
+# ----------------------------------------------------------------------------
+# sections
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """seconds: with less time left than this it is not begun."""
+
+    name: str
+    title: str
+    function: object
+    seconds: float
+
+
+# in order of value, in case time runs short
+SECTIONS = (
+    Section("facts", "What it ran on", gpu_steps.facts, 0),
+    Section("ceilings", "What the device does at best", gpu_steps.ceilings, 5),
+    Section("tests", "The project's own tests", gpu_steps.tests, 30),
+    Section("steps", "A training step", gpu_steps.steps, 15),
+    Section("compile", "The same step in plain PyTorch", gpu_steps.compared, 45),
+    Section("kernels", "Every kernel", gpu_kernels.kernels, 10),
+    Section("matmuls", "Matrix products", gpu_kernels.matmuls, 8),
+    Section("attention", "Attention", gpu_kernels.attention, 8),
+    Section("gelu_fusion", "GELU inside the matmul", gpu_kernels.gelu_fusion, 5),
+    Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
+    Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
+    Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
+    Section("larger", "Larger models", gpu_steps.larger, 25),
+)
+
+
+def run_sections(run, sections):
+    """Every section, into run.report; those that cannot run, or not in time, are recorded with the reason."""
+    wanted = run.args.only or [s.name for s in sections]
+    for i, section in enumerate(sections):
+        record = run.report["sections"][section.name] = new_record(section.title)
+        if section.name not in wanted:
+            record["reason"] = "not among the sections of --only"
+        elif not run.has(section.seconds):
+            record["reason"] = f"no time: {max(0, run.left()):.0f} s were left, and it wants {section.seconds:.0f}"
+        else:
+            run_section(run, section, record)
+            if device_is_lost():
+                continue_in_new_process(run, section, [s for s in sections[i + 1 :] if s.name in wanted])
+                run.write()
+                return
+        run.write()
+
+
+def run_section(run, section, record):
+    start = time.monotonic()
+    print(f"{section.title} ...", flush=True)
+    try:
+        section.function(run, record)
+        record["status"] = "ran"
+    except Skip as why:
+        record["reason"] = str(why)
+    except Exception as error:
+        record |= {"status": "failed", "reason": last_lines(error, 1)}
+        record["errors"].append({"what": section.title, "lines": last_lines(error)})
+    record["seconds"] = round(time.monotonic() - start, 1)
+    if record["status"] == "ran" and record["errors"] and not any(record["tables"].values()):
+        record |= {"status": "failed", "reason": "nothing in it succeeded"}
+    if run.cuda and not device_is_lost():
+        free_memory()
+
+
+def continue_in_new_process(run, section, rest):
+    """Nothing runs any more in a process whose kernel failed on the device: the rest gets another one, and its report is taken over."""
+    run.report["sections"][section.name]["notes"].append("the device stopped answering here; what follows ran in a new process")
+    if not rest:
+        return
+    prefix = run.prefix.with_name(run.prefix.name + "_rest")
+    command = [sys.executable, __file__, "--only", "ceilings", *(s.name for s in rest), "--output", prefix]
+    command += ["--minutes", f"{max(0.1, run.left() / 60):.2f}", "--kernels", "torch" if section.name == "steps" else run.args.kernels]
+    command += ["--tune"] * run.args.tune + ["--dry-run"] * run.dry
+    try:
+        subprocess.run(command, stdout=subprocess.DEVNULL, timeout=max(10, run.left() + 30))
+    except subprocess.TimeoutExpired:
+        pass
+    report, text = files_of(prefix)
+    found = json.loads(report.read_text()) if report.exists() else {"sections": {}, "summary": {}}
+    for s in rest:
+        gone = new_record(s.title, "failed", "the new process left no report of it")
+        run.report["sections"][s.name] = found["sections"].get(s.name, gone)
+    run.summary |= {key: value for key, value in found["summary"].items() if key not in run.summary}
+    report.unlink(missing_ok=True)
+    text.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------
+# the command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def parse(argv):
+    names = [s.name for s in SECTIONS]
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = parser.add_argument
+    flag("--minutes", type=float, default=7.5, help="what does not fit is skipped [7.5]")
+    flag("--output", help="where the report goes, without .json and .md [scripts/bench/gpu_<card>; a dry run: a temporary folder]")
+    flag("--only", nargs="+", metavar="SECTION", help=f"some sections of: {' '.join(names)}")
+    flag("--tune", action="store_true", help="try other tile sizes and warps too; minutes, so best with --only tune")
+    flag("--kernels", choices=("auto", "torch"), default="auto", help="torch: training steps without Triton's kernels [auto]")
+    flag("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")
+    args = parser.parse_args(argv)
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: expected more than 0")
+    unknown = sorted(set(args.only or ()) - set(names))
+    if unknown:
+        parser.error(f"--only {unknown[0]}: there is no such section; expected some of {' '.join(names)}")
+    if args.output:
+        folder = Path(args.output).resolve().parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--output {args.output}: cannot be written, {error.strerror}; expected the path of a file, without its suffix")
+    return args
+
+
+def prepare(argv) -> Run:
+    """Arguments, device and sizes. A dry run never touches a GPU."""
+    args = parse(argv)
+    dry = args.dry_run or not torch.cuda.is_available()
+    if dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so before anything imports them
+        memory_plan.COLUMN_PARTIALS = memory_plan.NORM_PARTIALS = 4  # each is a program to interpret
+        if not args.dry_run:
+            print("no CUDA device here, so this is a dry run: tiny sizes on the CPU, and numbers that mean nothing about a GPU")
+    backend = open_backend("cpu" if dry else "cuda", 0, True)
+    slug = re.sub(r"[^a-z0-9]+", "_", backend.name.lower()).strip("_")
+    folder = Path(tempfile.mkdtemp(prefix="gpu_check_")) if dry and not args.output else REPO / "scripts" / "bench"
+    run = Run(args, backend, dry, Path(args.output).resolve() if args.output else folder / f"gpu_{slug}")
+    if dry and not run.no_triton:
+        from llmc.kernels import adamw
+
+        adamw.ELEMENTS = adamw.CHUNK  # fewer turns of its loop, too
+    return run
+
+
+def main(argv=None) -> int:
+    run = prepare(argv)
+    faulthandler.dump_traceback_later(60 * run.args.minutes + 25, exit=True)  # a kernel that never ends; the report is there
+    try:
+        run_sections(run, SECTIONS)
+        run.write()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    print_summary(run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""Sections of gpu_check.py: every kernel against the bytes it must move, matmuls and attention against their FLOPs, and tuning."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+
+import numpy as np
+import torch
+
+from llmc.data.order import token_order
+from llmc.kernels import operations
+from llmc.layers.adamw import TensorState
+from llmc.layers.attention import attention_forward, attention_gradients
+from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
+from llmc.memory.arena import TORCH_DTYPE
+from llmc.memory.plan import MATMUL_WORKSPACE, TUNING, Plan, PlanOptions, classifier_rows, head_chunk_rows
+from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
+from scripts.gpu_common import FP32, Skip, attempt, measure, random_tokens, table, while_time
+
+SLOW, WEIGHTY = 0.70, 0.005  # below this share of the copy rate a kernel is flagged, if it takes this share of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An operation as the model calls it.
+
+    n_bytes   what it must move, each input read and each output written once: a formula of the letters below
+    launches  per training step, likewise
+    when      the flags it runs with, if not at -r 0
+    forms     of the plan's options
+    """
+
+    operation: str
+    n_bytes: str
+    launches: str
+    when: str = ""
+    forms: tuple = ()
+
+    @property
+    def name(self) -> str:
+        return self.operation + (f" ({self.when})" if self.when else "")
+
+
+LETTERS = "u one pass over a (B, T, C) bf16 tensor, n = B T rows, C channels, L layers, V and Vp vocabulary, R rows of a head chunk, " \
+    "K tokens that occur, P parameters"  # fmt: skip
+AGAIN = "-r 1, GELU again"
+BITS, SMALL = ("master", "bits16"), ("optimizer_state", "bf16")
+KERNELS = (
+    Kernel("encoder_forward", "u + 8*n + 2*K*C + 2*T*C", "1"),
+    Kernel("layernorm_forward", "2*u + 8*n + 4*C", "1"),
+    Kernel("residual_layernorm_forward", "4*u + 8*n + 4*C", "2*L"),
+    Kernel("layernorm_normalize", "2*u + 8*n + 4*C", "2*L", when="-r 2"),
+    Kernel("gelu_forward", "8*u", "L"),
+    Kernel("fused_classifier_inplace", "2*R*(V + Vp) + 16*R", "n/R"),
+    Kernel("gelu_backward_inplace", "12*u + 8*C", "L"),
+    Kernel("gelu_backward_inplace", "16*u + 8*C", "L", when=AGAIN),
+    Kernel("layernorm_backward", "4*u + 8*n + 8*C", "2*L + 1"),
+    Kernel("pack_gradients", "6*u + 6*C", "L"),
+    Kernel("matmul_dbias", "4*u + 8*C", "L", when="-ge 2"),
+    Kernel("encoder_backward", "u + 20*n + 4*K*C + 2*T*C", "1"),
+    Kernel("global_norm", "2*P", "1"),
+    Kernel("global_norm", "4*P", "1", when="--grad-dtype fp32", forms=(("grad_dtype", "fp32"),)),
+    Kernel("adamw_update", "28*P", "1"),
+    Kernel("adamw_update", "26*P", "1", when="--master bits16", forms=(BITS,)),
+    Kernel("adamw_update", "20*P", "1", when="--optimizer-state bf16", forms=(SMALL,)),
+    Kernel("adamw_update", "18*P", "1", when="both", forms=(BITS, SMALL)),
+    Kernel("adamw_update", "22*P", "1", when="--master none", forms=(("master", "none"),)),
+)
+
+
+def letters(config, B, T) -> dict:
+    K = len(np.unique(random_tokens(config, B, T)[0]))
+    R = head_chunk_rows(PlanOptions(config, B, T, device="cuda"))
+    return dict(u=2 * B * T * config.channels, n=B * T, T=T, C=config.channels, L=config.num_layers, V=config.vocab_size,
+                Vp=config.padded_vocab_size, R=R, K=K, P=num_parameters(config))  # fmt: skip
+
+
+def evaluate(formula: str, values: dict) -> float:
+    return eval(formula, {"__builtins__": {}}, values)
+
+
+# ----------------------------------------------------------------------------
+# inputs
+
+
+class Room:
+    """What a kernel's arguments are made of: random tensors of the model's shapes, and the working room a plan gives."""
+
+    def __init__(self, run, kernels, **forms):
+        self.run, s = run, run.sizes
+        self.config, self.B, self.T, self.C, self.n = s.config, s.B, s.T, s.config.channels, s.B * s.T
+        self.options = run.options(s.config, s.B, s.T, kernels=kernels, gelu_fusion=0, **forms)
+        self.plan, self.head_rows, device = Plan(self.options), head_chunk_rows(self.options), run.backend.device
+        wanted = [t for t in self.plan.tensors.values() if t.purpose == "scratch" or t.name.startswith("classifier")]
+        self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in wanted}
+        inputs = random_tokens(s.config, s.B, s.T)[0]
+        self.tokens, self.order = torch.from_numpy(inputs).to(device), token_order(inputs)
+        self.operations = vars(operations(kernels == "triton"))
+
+    def x(self, width=1):
+        return self.run.random(self.B, self.T, width * self.C)
+
+    def wte(self):
+        return self.run.random(self.config.padded_vocab_size, self.C)
+
+    def wpe(self):
+        return self.run.random(self.config.max_seq_len, self.C)
+
+    def vector(self, width=1):
+        return self.run.random(width * self.C)
+
+    def stat(self):
+        return self.run.random(self.B, self.T, dtype=FP32).abs_().add_(0.5)
+
+    def heads(self):
+        return self.x().view(self.B, self.T, self.config.num_heads, -1).transpose(1, 2)
+
+    def logits(self):
+        return self.run.random(self.head_rows, self.config.padded_vocab_size)
+
+    def flat(self):
+        """The arenas, by name."""
+        P, made = num_parameters(self.config), {}
+        for name, dtype in self.plan.flat_types.items():
+            if dtype == "int16":
+                made[name] = torch.zeros(P, dtype=torch.int16, device=self.tokens.device)
+            else:
+                made[name] = self.run.random(P, dtype=TORCH_DTYPE[dtype], scale=1e-2)
+        made["v"].abs_()
+        return made
+
+    def tensors(self):
+        states, start = [], 0
+        for p, shape in zip(PARAMETERS, parameter_shapes(self.config).values()):
+            n, layers = int(np.prod(shape)), shape[0] if p.per_layer else 1
+            states.append(TensorState(start, n, layers, p.decay, seed=12345 + start, last_seed=54321 + start))
+            start += n
+        return states
+
+    def sets(self, kernel: Kernel, n_bytes):
+        """Calls of a kernel, each on inputs of its own, for measure(). None is restored: time does not depend on values."""
+        function = self.operations[kernel.operation]
+        if kernel.when == AGAIN:
+            function = partial(function, out_again=self.x(4))
+        return [CALLS[kernel.operation](self, function) for _ in range(1 if n_bytes > 2e9 else 2)]
+
+
+# operation -> a call of the function f on the inputs of room r
+CALLS = {
+    "encoder_forward": lambda r, f: partial(f, r.x(), r.tokens, r.wte(), r.wpe()),
+    "encoder_backward": lambda r, f: partial(f, r.wte(), r.wpe(), r.x(), r.tokens, r.order, r.scratch, seed=12345, accumulate=False),
+    "layernorm_forward": lambda r, f: partial(f, r.x(), r.stat(), r.stat(), r.x(), r.vector(), r.vector(), r.scratch),
+    "residual_layernorm_forward": lambda r, f: partial(f, r.x(), r.x(), r.stat(), r.stat(), r.x(), r.vector(), r.vector(), r.scratch),
+    "layernorm_normalize": lambda r, f: partial(f, r.x(), r.x(), r.stat(), r.stat(), r.vector(), r.vector(), r.scratch),
+    "layernorm_backward": lambda r, f: partial(
+        f, r.x(), r.vector(), r.vector(), r.vector(), r.x(), r.x(), r.vector(), r.stat(), r.stat(), r.scratch, accumulate=False,
+    ),
+    "gelu_forward": lambda r, f: partial(f, r.x(4), r.x(4), r.scratch),
+    "gelu_backward_inplace": lambda r, f: partial(f, r.x(4), r.vector(4), r.x(4), r.scratch, accumulate=False),
+    "pack_gradients": lambda r, f: partial(
+        f, r.x(3), r.vector(3), [r.heads() for _ in range(3)], r.config.num_heads, r.scratch, accumulate=False,
+    ),
+    "matmul_dbias": lambda r, f: partial(f, r.vector(4), r.x(4), r.scratch, accumulate=False),
+    "fused_classifier_inplace": lambda r, f: partial(
+        f, r.logits(), torch.zeros(r.head_rows, device=r.tokens.device), r.tokens.view(-1)[: r.head_rows], r.scratch,
+        V=r.config.vocab_size, dloss=1 / r.n, rows_at_once=classifier_rows(r.options),
+    ),
+    "global_norm": lambda r, f: partial(
+        f, r.scratch["grad_norm"], r.flat()["gradients"], r.scratch, piece=TUNING[r.options.device].update_elements,
+    ),
+    "adamw_update": lambda r, f: partial(
+        f, r.flat(), r.tensors(), r.scratch, lr=1e-4, weight_decay=0.1, step=3, grad_norm=r.scratch["grad_norm"],
+    ),
+}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------
+# sections
+
+
+def kernels(run, record):
+    if run.no_triton:
+        raise Skip(run.no_triton)
+    values = letters(run.sizes.config, run.sizes.B, run.sizes.T)
+    record["notes"] += [f"bytes: each input read once, each output written once; {LETTERS}",
+                        f"flagged: below {SLOW:.0%} of the copy rate, and at least {WEIGHTY:.1%} of a step at -r 0"]  # fmt: skip
+    for kernel in while_time(run, record, KERNELS, 6, name=lambda k: k.name):
+        n_bytes, launches = evaluate(kernel.n_bytes, values), evaluate(kernel.launches, values)
+        row = {"kernel": kernel.name, "bytes": kernel.n_bytes, "MB": n_bytes / 1e6}
+        with attempt(record, kernel.name):
+            ms, spread = measure(run, *Room(run, "triton", **dict(kernel.forms)).sets(kernel, n_bytes))
+            rate = n_bytes / ms / 1e6
+            row |= {"ms": ms, "spread": spread, "GB/s": rate, "of copy": run.share(rate, "copy"), "launches": launches}
+            row["of step"] = ms * launches / run.step_ms if run.step_ms else None
+            row["flag"] = "SLOW" if not run.dry and (row["of copy"] or 1) < SLOW and (row["of step"] or 1) >= WEIGHTY else ""
+        with attempt(record, f"{kernel.name}, torch's operation"):
+            row["torch ms"], _ = measure(run, *Room(run, "torch", **dict(kernel.forms)).sets(kernel, n_bytes))
+            row["torch/ours"] = row["torch ms"] / row["ms"] if "ms" in row else None
+        table(record, "").append(row)
+    run.summary["kernels flagged"] = [row["kernel"] for row in table(record, "") if row.get("flag")]
+
+
+def matmuls(run, record):
+    s, C = run.sizes, run.sizes.config.channels
+    n, R, Vp = s.B * s.T, head_chunk_rows(run.options(s.config, s.B, s.T)), s.config.padded_vocab_size
+    shapes = (("qkv", n, C, 3 * C), ("attproj", n, C, C), ("fc", n, C, 4 * C), ("fcproj", n, 4 * C, C), ("head", R, C, Vp))
+    for name, rows, inner, outer in while_time(run, record, shapes, 5, name=lambda x: x[0]):
+        room = torch.empty(rows * (inner + outer), device=run.backend.device) if not run.cuda else None
+
+        def calls(kind):
+            x, y, w, b = run.random(rows, inner), run.random(rows, outer), run.random(outer, inner), run.random(outer)
+            w32 = torch.empty(outer, inner, device=w.device)
+            return {"forward": partial(matmul_forward, y, x, w, None if name == "head" else b), "dinput": partial(matmul_dinput, x, y, w),
+                    "dweight, bf16": partial(matmul_dweight, w, y, x, accumulate=False),
+                    "dweight, fp32": partial(matmul_dweight, w32, y, x, accumulate=False, widened=room)}[kind]  # fmt: skip
+
+        for kind in ("forward", "dinput", "dweight, bf16", "dweight, fp32"):
+            with attempt(record, f"{name} {kind}"):
+                ms, spread = measure(run, calls(kind), calls(kind))
+                rate = 2 * rows * inner * outer / ms / 1e9
+                row = {"matmul": name, "which": kind, "rows, in, out": f"{rows}, {inner}, {outer}", "ms": ms, "spread": spread}
+                table(record, "").append(row | {"TFLOP/s": rate, "of matmul": run.share(rate, "bf16")})
+
+
+def attention(run, record):
+    kinds = ("flash", "cudnn", "efficient") if run.cuda else ("cpu",)
+    cases = [(shape, kind) for shape in run.sizes.attention for kind in kinds]
+    for (B, NH, T, HS), kind in while_time(run, record, cases, 5):
+        C, label = NH * HS, f"{kind}, B={B} NH={NH} T={T}"
+        with attempt(record, label):
+            config = replace(run.sizes.config, num_heads=NH, channels=C)
+            lse_shape = Plan(run.options(config, B, T, attention=kind)).tensors["lse"].shape[1:]
+            sets = [(run.random(B, T, C), torch.empty(lse_shape, device=run.backend.device), run.random(B, T, 3 * C)) for _ in range(2)]
+            datty = run.random(B, T, C)
+            forward, spread = measure(run, *(partial(attention_forward, *s, NH, kind) for s in sets))
+            backward, _ = measure(run, *(partial(attention_gradients, datty, q, atty, lse, NH, kind) for atty, lse, q in sets))
+            atty, lse, qkvr = sets[0]
+            runs = [attention_gradients(datty, qkvr, atty, lse, NH, kind) for _ in range(3)]
+            same = all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
+            row = {"attention": label, "forward ms": forward, "spread": spread, "backward ms": backward}
+            for name, ms, factor in (("forward", forward, 2), ("backward", backward, 5)):
+                rate = factor * B * T * T * C / ms / 1e9
+                row |= {f"{name} TFLOP/s": rate, f"{name} of matmul": run.share(rate, "bf16")}
+            table(record, "").append(row | {"backward repeats its bits": "yes" if same else "no"})
+    record["notes"].append("as the model calls it: o and lse copied to where the plan wants them; dq, dk and dv not yet packed. "
+                           "Causal attention counts the half it computes")  # fmt: skip
+
+
+def gelu_fusion(run, record):
+    if not run.cuda:
+        raise Skip("GELU inside a matmul is cuBLASLt's, and there is no CUDA device")
+    from llmc.kernels.cublaslt import MatmulGelu, available
+
+    if available():
+        raise Skip(available())
+    r, fused = Room(run, run.kernels), MatmulGelu(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
+    w, w2 = (run.random(*shape, scale=r.C**-0.5) for shape in ((4 * r.C, r.C), (r.C, 4 * r.C)))
+    x, bias, dout, dbias = r.x(), r.vector(4), r.x(), r.vector(4)
+    pre, out, dpre, pre2, out2, dpre2 = (r.x(4) for _ in range(6))
+    ops, add = r.operations, {"accumulate": False}
+
+    def forward():
+        matmul_forward(pre2, x, w, bias)
+        ops["gelu_forward"](out2, pre2, r.scratch)
+
+    def fused_backward():
+        fused.backward(dpre, dout, w2, pre2)
+        ops["matmul_dbias"](dbias, dpre, r.scratch, **add)
+
+    def backward():
+        matmul_dinput(dpre2, dout, w2)
+        ops["gelu_backward_inplace"](dpre2, dbias, pre2, r.scratch, **add)
+
+    for name, one, two, ours, reference in (
+        ("fc and GELU", partial(fused.forward, out, pre, x, w, bias), forward, out, out2),
+        ("dinput of fcproj, GELU's gradient, fc's bias gradient", fused_backward, backward, dpre, dpre2),
+    ):
+        with attempt(record, name):
+            (fused_ms, spread), (ms, _) = measure(run, one), measure(run, two)
+            difference = (ours.float() - reference.float()).norm() / reference.float().norm()
+            row = {"what": name, "fused ms": fused_ms, "spread": spread, "separate ms": ms, "fused/separate": fused_ms / ms}
+            table(record, "").append(row | {"relative difference": difference.item()})
+
+
+# ----------------------------------------------------------------------------
+# tuning: one module constant after the other, the best so far kept. door.launch is where warps are decided
+
+ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
+WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
+# operation -> (module of llmc.kernels, constant, values to try)
+SWEEPS = {
+    "encoder_forward": (ROWS,), "encoder_backward": (("encoder", "COLUMNS", (256, 512, 1024)), ("encoder", "UNROLL", (4, 8, 16, 32))),
+    "layernorm_forward": (ROWS,), "residual_layernorm_forward": (ROWS,), "layernorm_normalize": (ROWS,),
+    "layernorm_backward": (ROWS, PARTIALS),
+    "gelu_forward": (("gelu", "ELEMENTS", (1024, 2048, 4096, 8192)),),
+    "gelu_backward_inplace": (("gelu", "TILE_ROWS", TILE_ROWS), ("gelu", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
+    "pack_gradients": (("attention", "TILE_ROWS", TILE_ROWS), ("attention", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
+    "matmul_dbias": (("columns", "TILE_ROWS", TILE_ROWS), ("columns", "TILE_COLUMNS", TILE_COLUMNS)),
+    "fused_classifier_inplace": (("fused_classifier", "COLUMNS", (2048, 4096, 8192, 16384)),),
+    "global_norm": (("global_norm", "ELEMENTS", (1024, 2048, 4096, 8192)),),
+    "adamw_update": (("adamw", "ELEMENTS", (512, 1024, 2048, 4096)), ("adamw", "CHUNK", (8192, 16384, 32768))),
+}  # fmt: skip
+
+
+def tune(run, record):
+    if not run.args.tune:
+        raise Skip("only with --tune")
+    if run.no_triton:
+        raise Skip(run.no_triton)
+    values = letters(run.sizes.config, run.sizes.B, run.sizes.T)
+    for kernel in while_time(run, record, [k for k in KERNELS if not k.forms], 15, name=lambda k: k.name):
+        with attempt(record, kernel.name):
+            room = Room(run, "triton")
+            sets = room.sets(kernel, evaluate(kernel.n_bytes, values))
+            default, _ = measure(run, *sets)
+            best, now = default, {}
+            for module, name, tried in (*SWEEPS[kernel.operation], WARPS):
+                times = {}
+                for value in tried[:2] if run.dry else tried:
+                    if not run.has(5):
+                        break
+                    with attempt(record, f"{kernel.name}, {name} {value}"), constants(room, {**now, (module, name): value}):
+                        times[value], _ = measure(run, *sets)
+                        table(record, "all").append({"kernel": kernel.name, "constant": name, "value": value, "ms": times[value]})
+                value = min(times, key=times.get, default=None)
+                if value is not None and times[value] < best:
+                    best, now[module, name] = times[value], value
+            found = ", ".join(f"{name} {value}" for (_, name), value in now.items()) or "as it is"
+            table(record, "").append({"kernel": kernel.name, "ms as it is": default, "best ms": best, "best": found})
+
+
+@contextmanager
+def constants(room, wanted: dict):
+    """{(module of llmc.kernels, constant): value} for a while; num_warps and the number of column partials too."""
+    from llmc.kernels import door
+
+    launch, partials, saved = door.launch, room.scratch["column_partials"], []
+    try:
+        for (module, name), value in wanted.items():
+            if name == "column partials":
+                room.scratch["column_partials"] = torch.zeros(value, partials.shape[1], device=partials.device)
+            elif name == "num_warps":
+                door.launch = lambda *args, value=value, **rest: launch(*args, **(rest | {"num_warps": value}))
+            else:
+                owner = import_module(f"llmc.kernels.{module}")
+                saved.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+        yield
+    finally:
+        door.launch, room.scratch["column_partials"] = launch, partials
+        for owner, name, value in saved:
+            setattr(owner, name, value)

@@ -1,0 +1,370 @@
+"""Sections of gpu_check.py: what it ran on, the tests, training steps beside plain PyTorch's, and where a step's time goes."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmc.cards import RESERVE
+from llmc.data.order import token_order
+from llmc.gpt2 import GPT2
+from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.plan import MIB, Plan
+from llmc.memory.tables import PARAMETERS, num_parameters
+from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
+from scripts.bench_pytorch import PyTorchTrainer
+from scripts.gpu_common import (
+    BF16, FP32, REPO, attempt, free_memory, last_lines, measure, random_tokens, summarize, table, time_each, while_time,
+)  # fmt: skip
+
+TEST_FILES = ("tests/test_cuda.py", "tests/test_cublaslt.py", "tests/test_kernels.py")
+TEST_SECONDS = 150
+STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB")  # of a step, in the summary
+
+
+def facts(run, record):
+    def output(*command):
+        try:
+            return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=20).stdout.strip() or "not known"
+        except (OSError, subprocess.TimeoutExpired):
+            return "not known"
+
+    row = {"card": run.backend.name, "date": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
+    row["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    if run.cuda:
+        p = torch.cuda.get_device_properties(run.backend.device)
+        row |= {"multiprocessors": p.multi_processor_count, "capability": f"{p.major}.{p.minor}", "memory": f"{p.total_memory // MIB} MiB",
+                "L2": f"{getattr(p, 'L2_cache_size', 0) // MIB} MiB", "free": f"{run.backend.free_bytes() // MIB} MiB"}  # fmt: skip
+        for what in ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu", "persistence_mode"):
+            row[what] = output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
+    commit = output("git", "rev-parse", "HEAD")
+    changed = commit != "not known" and output("git", "status", "--porcelain") != "not known"
+    row |= {"commit": commit + (", with local changes" if changed else ""), "python": sys.version.split()[0], "torch": torch.__version__}
+    row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "triton": triton_version(), "numpy": np.__version__}
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    row["C compiler"] = compiler or "none: neither Triton nor torch.compile can build what they launch with"
+    table(record, "")[:] = [{"": key, "value": value} for key, value in row.items()]
+    if run.no_triton:
+        record["notes"].append(run.no_triton + ". Training steps below use torch's operations instead")
+
+
+def triton_version() -> str:
+    try:
+        import triton
+
+        return triton.__version__
+    except ImportError:
+        return "none"
+
+
+def ceilings(run, record):
+    n, rows = run.sizes.matmul, table(record, "")
+
+    def add(what, key, amount, unit, *calls):
+        ms, spread = measure(run, *calls)
+        run.rates[key] = amount / ms
+        rows.append({"what": what, "ms": ms, "spread": spread, "rate": f"{run.rates[key]:.{0 if key == 'copy' else 1}f} {unit}"})
+
+    pairs = [(run.random(run.sizes.copy_bytes // 2), run.random(run.sizes.copy_bytes // 2)) for _ in range(2)]
+    copies = [partial(b.copy_, a) for a, b in pairs]
+    add("copy, bytes read and written", "copy", 2 * run.sizes.copy_bytes / 1e6, "GB/s", *copies)
+    del pairs, copies
+    for key, dtype, label in (("bf16", BF16, "bf16"), ("fp32", FP32, "fp32 as TF32")):
+        a, b, out = (run.random(n, n, dtype=dtype) for _ in range(3))
+        add(f"matmul {n}^3, {label}", key, 2 * n**3 / 1e9, "TFLOP/s", partial(torch.mm, a, b, out=out))
+    run.summary |= {"copy GB/s": round(run.rates["copy"]), "bf16 matmul TFLOP/s": round(run.rates["bf16"], 1)}
+
+
+# ---- tests
+
+
+def tests(run, record):
+    """The project's own tests of CUDA and the kernels, in processes of their own: most of their time is a compiler's."""
+    files = [f for f in TEST_FILES if (REPO / f).exists()]
+    record["not_run"] += [f"{f}: there is no such file" for f in TEST_FILES if f not in files]
+    [listing] = pytest_outputs([["-m", "gpu or kernels", "--collect-only", "-q", *files]], 60)
+    names = [line for line in listing.splitlines() if "::" in line]
+    if not names:
+        raise RuntimeError("pytest found no tests:\n" + "\n".join(listing.splitlines()[-6:]))
+    if run.dry:
+        record["not_run"].append(f"{len(names)} tests: a dry run only collects them")
+        run.summary["tests"] = f"{len(names)} collected"
+        return
+    processes = max(1, min(8, (os.cpu_count() or 2) // 2))
+    limit = min(TEST_SECONDS, 0.35 * run.left())
+    texts = pytest_outputs([["-v", "--tb=short", *names[i::processes]] for i in range(processes)], limit)
+    record["notes"].append(f'pytest -m "gpu or kernels" {" ".join(files)}, in {processes} processes at once, stopped after {limit:.0f} s')
+    report_tests(record, names, "\n".join(texts))
+    run.summary["tests"] = record["tables"][""][0]["result"]
+
+
+def pytest_outputs(argument_lists, seconds) -> list[str]:
+    """What pytest prints with each of the lists, all at once. After `seconds` they are interrupted, and report on what they have run."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command, deadline = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider"], time.monotonic() + seconds
+    with ExitStack() as stack:
+        outs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in argument_lists]
+        running = [
+            subprocess.Popen([*command, *arguments], cwd=REPO, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            for arguments, out in zip(argument_lists, outs)
+        ]
+        for end, number in ((0, signal.SIGINT), (15, signal.SIGKILL)):
+            for process in running:
+                try:
+                    process.wait(max(0, deadline + end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, number)
+        for process, out in zip(running, outs):
+            process.wait()
+            out.seek(0)
+        return [out.read() for out in outs]
+
+
+def report_tests(record, names, text):
+    """Counts, the names of what failed, and the last lines of each failure, out of what pytest -v printed."""
+    outcomes = dict(re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", text, re.MULTILINE))
+    counts = [f"{list(outcomes.values()).count(o)} {o.lower()}" for o in dict.fromkeys(("PASSED", "FAILED", *outcomes.values()))]
+    missing = [name for name in names if name not in outcomes]
+    table(record, "").append({"result": ", ".join(counts), "of": len(names), "not run": len(missing)})
+    if missing:
+        record["not_run"].append(f"{len(missing)} tests that did not end, the first of them {missing[0]}")
+    for name, outcome in outcomes.items():
+        if outcome in ("FAILED", "ERROR"):
+            table(record, "failed").append({"test": name})
+    blocks = re.split(r"^_{3,} (.+?) _{3,}$", text, flags=re.MULTILINE)
+    for name, block in zip(blocks[1::2], blocks[2::2]):
+        kept = [line for line in re.split(r"^={3,}", block, flags=re.MULTILINE)[0].strip().splitlines() if line.strip()]
+        record["errors"].append({"what": name, "lines": "\n".join(kept[-8:])})
+    if not outcomes:
+        record["errors"].append({"what": "pytest", "lines": "\n".join(text.strip().splitlines()[-8:])})
+
+
+# ---- training steps
+
+
+def our_step(run, config, B, T, **forms):
+    """(a step as training takes it, its plan). Weights are random, and the same for every form of them."""
+    model = GPT2(Plan(run.options(config, B, T, **forms)), run.backend.device)
+    torch.manual_seed(0)
+    model.flat["parameters"].normal_(0, 0.02)
+    for p in PARAMETERS:
+        if p.init in ("ones", "zeros"):
+            model.params[p.name].fill_(float(p.init == "ones"))
+    model.copy_weights_to_master()
+    inputs, targets = random_tokens(config, B, T)
+    order, number = token_order(inputs), count(1)  # the loader sorts ahead of time
+
+    def step():
+        model.forward(inputs)
+        model.backward(targets, order=order)
+        model.update(1e-4, 0.1, next(number), model.grad_norm())
+        return model.mean_loss()
+
+    return step, model.plan
+
+
+def torch_step(run, record, config, B, T, **options):
+    """(a step of plain PyTorch, how it runs): compiled, or eager where that does not work or is not tried."""
+    inputs, targets = torch.from_numpy(random_tokens(config, B, T)).to(run.backend.device)
+
+    def build(compiled):
+        trainer = PyTorchTrainer(config, "bf16", run.backend.device, compiled=compiled, **options)
+
+        def step():
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
+            try:
+                return trainer.step(inputs, targets)
+            finally:
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+        step()
+        return step
+
+    why = "a dry run does not wait for a compiler"
+    if not run.dry:
+        try:
+            torch.compiler.reset()
+            return build(True), "torch.compile"
+        except Exception as error:
+            why = last_lines(error, 4)
+    note = f"plain PyTorch ran eagerly, not under torch.compile: {why}"
+    if note not in record["notes"]:
+        record["notes"].append(note)
+    return build(False), "eager"
+
+
+def measure_steps(run, step) -> tuple[float, float, float]:
+    """(median ms, spread, loss of the last) after warming up."""
+    losses = [step() for _ in range(run.sizes.warmup)]
+    ms, spread = summarize(time_each(run.backend, [lambda: losses.append(step())] * run.sizes.steps))
+    return ms, spread, losses[-1]
+
+
+@contextmanager
+def measured_peak(run):
+    """A dictionary that has, afterwards, the allocator's peak in MiB of what was inside."""
+    found = {"measured MiB": None}
+    if not run.cuda:
+        yield found
+        return
+    free_memory()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield found
+    found["measured MiB"] = (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def speed(run, config, B, T, ms) -> dict:
+    """tokens/s and model FLOPs utilization of a step."""
+    flops = flops_per_token(num_parameters(config), config.num_layers, config.channels, T)
+    peak = promised_tflops(run.backend.name, "bf16") if run.cuda else None
+    return {"tokens/s": B * T / ms * 1e3, "MFU": model_flops_utilization(flops, B * T, ms / 1e3, peak)}
+
+
+def step_row(run, label, config, B, T, **forms) -> dict:
+    with measured_peak(run) as peak:
+        step, plan = our_step(run, config, B, T, **forms)
+        ms, spread, loss = measure_steps(run, step)
+    row = {"run": label, "ms": ms, "spread": spread} | speed(run, config, B, T, ms)
+    return row | {"planned MiB": plan.total_bytes / MIB} | peak | {"loss": loss}
+
+
+def measure_forms(run, record, runs):
+    """runs: (label, forms of the options). The model of one is freed before the next."""
+    s = run.sizes
+    for label, forms in while_time(run, record, runs, 12, name=lambda r: r[0]):
+        with attempt(record, label):
+            table(record, "").append(step_row(run, label, s.config, s.B, s.T, **forms))
+
+
+def steps(run, record):
+    if run.kernels == "triton":
+        record["notes"].append("with Triton's kernels")
+    measure_forms(run, record, [(f"-r {level}", {"recompute": level}) for level in (0, 1, 2)])
+    rows = table(record, "")
+    if not rows and run.kernels == "triton":
+        run.kernels = "torch"
+        record["notes"].append("no step with Triton's kernels succeeded: this and all below is with torch's operations")
+        measure_forms(run, record, [("-r 0, torch's operations", {})])
+    for row in rows:
+        if row["run"].startswith("-r 0"):
+            run.step_ms = row["ms"]
+        run.summary[f"ours {row['run']}"] = {key: row[key] for key in STEP_FIGURES}
+    same = len({row["loss"] for row in rows}) == 1
+    record["notes"].append(f"the loss after the last step is {'the same number' if same else 'NOT the same number'} in every row")
+
+
+def more_steps(run, record):
+    forms = [("-r 0, torch's operations", {"kernels": "torch"}), ("-r 0, cudnn attention", {"attention": "cudnn"})]
+    forms += [(f"-r {level}", {"recompute": level}) for level in NOT_KEPT if level > 2]
+    forms += [("-r 0 -ge 1", {"gelu_fusion": 1}), ("-r 0 -ge 2", {"gelu_fusion": 2})]
+    if not run.cuda:
+        record["not_run"].append("cudnn attention, -ge 1 and -ge 2: there is no CUDA device")
+        forms = [(label, form) for label, form in forms if form.keys() <= {"kernels", "recompute"}]
+    measure_forms(run, record, forms)
+
+
+def compared(run, record):
+    """Ours and plain PyTorch in turn, in the same minute: a drift of the card's clocks shows in the last column."""
+    s = run.sizes
+    ours = {level: our_step(run, s.config, s.B, s.T, recompute=level)[0] for level in (0, 2)}
+    variants = (("autocast to bf16, fp32 weights", {}), ("bf16 weights and optimizer state", {"bf16_weights": True}))
+    for label, options in while_time(run, record, variants, 45, name=lambda v: v[0]):
+        with attempt(record, label):
+            with measured_peak(run) as peak:
+                start = time.monotonic()
+                theirs, how = torch_step(run, record, s.config, s.B, s.T, **options)
+                set_up = time.monotonic() - start
+                first, _, _ = measure_steps(run, ours[0])
+                ms, spread, loss = measure_steps(run, theirs)
+            second, (again, _, _) = measure_steps(run, ours[2])[0], measure_steps(run, ours[0])
+            row = {"plain PyTorch": f"{how}, {label}", "ms": ms, "spread": spread} | speed(run, s.config, s.B, s.T, ms) | peak
+            row |= {"set-up s": set_up, "loss": loss, "ours -r 0 ms": first, "ours -r 2 ms": second, "ours -r 0 again ms": again}
+            row |= {"ratio -r 0": (first + again) / 2 / ms, "ratio -r 2": second / ms}
+            table(record, "").append(row)
+            keys = ("ms", "tokens/s", "MFU", "measured MiB", "ratio -r 0", "ratio -r 2")
+            run.summary[row["plain PyTorch"]] = {key: row[key] for key in keys}
+            del theirs
+    record["notes"].append("ratios are our time over PyTorch's: below 1, ours is faster")
+
+
+def larger(run, record):
+    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. One of them in plain PyTorch too."""
+    s = run.sizes
+    for name, config, batches in while_time(run, record, s.larger, 30, name=lambda x: x[0]):
+        budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
+        chosen = {}
+        for level in (2, 0):
+            most = Plan(run.options(config, 1, s.T, recompute=level)).largest_batch(budget)
+            chosen[level] = next((b for b in batches if b <= most), 0)
+        level, B = 0 if chosen[0] == chosen[2] else 2, chosen[2]
+        if not B:
+            record["not_run"].append(f"{name}: not even one sequence fits {budget // MIB} MiB")
+            continue
+        label = f"{name} -b {B} -r {level}"
+        with attempt(record, label):
+            row = step_row(run, label, config, B, s.T, recompute=level)
+            table(record, "").append(row)
+            run.summary[f"ours {label}"] = {key: row[key] for key in STEP_FIGURES}
+    name, config, batches = s.larger[0]
+    B = next(b for b in batches if b <= 16)
+    for label in while_time(run, record, [f"{name} -b {B} in plain PyTorch"], 75):
+        with attempt(record, label), measured_peak(run) as peak:
+            step, how = torch_step(run, record, config, B, s.T)
+            ms, spread, loss = measure_steps(run, step)
+            row = {"run": f"{name} -b {B}, {how}", "ms": ms, "spread": spread} | speed(run, config, B, s.T, ms) | {"planned MiB": None}
+            table(record, "").append(row | peak | {"loss": loss})
+
+
+# ---- profile
+
+KINDS = (
+    ("copies and fills", r"memcpy|memset|fill|copy"), ("attention", r"flash|fmha|attention|cudnn|sdpa"),
+    ("matmul", r"gemm|cutlass|cublas|nvjet|xmma|splitk|addmm|::mm"),
+)  # fmt: skip
+
+
+def our_kernels() -> set[str]:
+    """Names of the Triton kernels, as a profile has them."""
+    from llmc.kernels.operations import triton_operations
+
+    modules = [launcher.__globals__ for launcher in triton_operations().values()]
+    return {name for module in modules for name, value in module.items() if name.startswith("_") and hasattr(value, "fn")}
+
+
+def profile(run, record):
+    s, device = run.sizes, "CUDA" if run.cuda else "CPU"
+    step, _ = our_step(run, s.config, s.B, s.T)
+    for _ in range(s.warmup):
+        step()
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device)]) as result:
+        step()
+        run.backend.synchronize()
+    ours = our_kernels() if run.kernels == "triton" else set()
+    totals, whole = {}, 0.0
+    for event in result.events():
+        if event.device_type == getattr(torch.autograd.DeviceType, device):
+            name, us = event.name, event.time_range.elapsed_us()
+            group = "ours" if name in ours else next((g for g, pattern in KINDS if re.search(pattern, name.lower())), "other")
+            whole += us
+            for key in ((group, name), (group, None)):
+                calls, total = totals.get(key, (0, 0.0))
+                totals[key] = calls + 1, total + us
+    for (group, name), (calls, us) in sorted(totals.items(), key=lambda item: -item[1][1]):
+        rows = table(record, "the 25 that take longest" if name else "by kind")
+        if len(rows) < 25:
+            kernel = {"kernel": name[:100]} if name else {}
+            rows.append({"kind": group} | kernel | {"calls": calls, "ms": us / 1e3, "share": us / max(whole, 1e-9)})
+    what = "kernels" if run.cuda else "torch operators, nested ones counted twice"
+    record["notes"].append(f"{whole / 1e3:.3f} ms of {what} in one step at -r 0")
