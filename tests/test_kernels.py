@@ -996,3 +996,35 @@ def test_golden_losses_of_llmc(few_partials, tmp_path, monkeypatch):
         norm = model.grad_norm()
         assert abs(model.mean_loss(2) - row["loss"]) <= 2e-4 and abs(norm.item() - row["norm"]) <= 1e-3, f"step {row['step']}"
         model.update(row["lr"], 0.1, row["step"], norm)
+
+
+# ----------------------------------------------------------------------------
+# what only compiled kernels do
+
+
+def fused_multiply_add(a, b, c):
+    """fp32 a * b + c, rounded once, in numpy: the product is exact in fp64, the sum as two of them."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), np.asarray(c, np.float64)
+    high = product + c
+    part = high - product
+    low = (product - (high - part)) + (c - part)  # what the fp64 sum lost (Knuth 1969)
+    rounded = high.astype(np.float32)
+    # halfway between two fp32 numbers, what was lost decides
+    other = np.nextafter(rounded, np.where(high > rounded, np.float32(np.inf), np.float32(-np.inf)))
+    tie = (rounded != high) & (np.abs(high - rounded) == np.abs(other - high.astype(np.float64)))
+    return np.where(tie & (low != 0) & ((low > 0) == (other > rounded)), other, rounded)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 60])
+@pytest.mark.parametrize("off", [-1, 0, 1], ids="{:+} ulp".format)
+def test_the_reciprocal_without_a_branch_is_the_correctly_rounded_one(exponent, off):
+    """For every significand and any approximation that is good to an ulp. The interpreter divides instead, so here it is written out."""
+    significand = np.arange(1 << 23, dtype=np.uint32)
+    x = (significand + np.uint32((127 + exponent) << 23)).view(np.float32)
+    exact = np.float32(1) / x
+    r = (exact.view(np.int32) + np.int32(off)).view(np.float32)
+    for _ in range(2):
+        r = fused_multiply_add(fused_multiply_add(-x, r, 1.0), r, r)
+    assert np.flatnonzero(r != exact).tolist() in ([], [0x7FFFFF])
+    r = np.where(significand == 0x7FFFFF, (0x7F000000 - x.view(np.int32)).view(np.float32), r)
+    assert (r.view(np.int32) == exact.view(np.int32)).all()

@@ -113,7 +113,7 @@ def reciprocal(x):
     """1 / x, correctly rounded, for 1 <= x < 2^126: no branch, where a division has one for the rest of the range.
 
     Two steps of Newton's method on the card's approximation, good to an ulp, end on the nearest number for every significand but
-    the one of all ones (Markstein 1990; tried over all of them), whose reciprocal is one above.
+    the one of all ones (Markstein 1990), whose reciprocal is the number above a power of two. A test tries them all.
     """
     if INTERPRETED:
         return tl.div_rn(constant(x, 1.0), x)
@@ -121,8 +121,8 @@ def reciprocal(x):
     one = constant(x, 1.0)
     r = tl.fma(tl.fma(-x, r, one), r, r)
     r = tl.fma(tl.fma(-x, r, one), r, r)
-    all_ones = (x.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF
-    return (r.to(tl.int32, bitcast=True) + all_ones.to(tl.int32)).to(tl.float32, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where((bits & 0x7FFFFF) == 0x7FFFFF, (0x7F000000 - bits).to(tl.float32, bitcast=True), r)
 
 
 @jit
