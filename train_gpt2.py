@@ -33,6 +33,7 @@ from llmc.distributed import open_world
 from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory
 from llmc.flags import Settings, format_help, parse, refuse_unbuilt
 from llmc.interrupt import StopRequest
+from llmc.kernels import why_no_kernels
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
 from llmc.memory.choose import in_mib
 from llmc.memory.plan import MIB, Plan
@@ -108,7 +109,7 @@ def open_run(s: Settings) -> SimpleNamespace:
     check_lengths(s, config)
     backend = open_backend(s.device, s.threads, bool(s.tf32))
     precision = choose_precision(source.precision or s.precision, backend)
-    s, reasons = settle_kernels(s, backend)
+    s, reasons = settle_kernels(s, backend.kind, why_no_kernels(backend.capability()) if backend.kind == "cuda" else "")
     options = plan_options(s, config, precision, backend.kind, backend.processors())
     check_attention(options)
     check_gelu_fusion(options)

@@ -151,7 +151,10 @@ def deterministic(device):
 
 
 def copy_in(out, values):
-    """Copy an array, or tensor, of the host into a tensor, without waiting for the device."""
+    """Copy an array, or tensor, of the host into a tensor, without waiting for the device.
+
+    `values` may change at once afterwards, unless it is a tensor that is pinned already.
+    """
     import torch
 
     values = torch.as_tensor(values)

@@ -9,7 +9,7 @@ from math import inf
 from re import compile, fullmatch
 
 from llmc.errors import UserError
-from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.ladder import NOT_KEPT, goes_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +223,14 @@ def refuse_unbuilt(settings: Settings) -> None:
         raise UserError(f"-z {s.zero_stage}: sharding gradients or weights is not built yet; use -z 0 or -z 1")
     if s.recompute != "auto" and s.recompute not in NOT_KEPT:
         raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}, or auto")
-    if s.gelu_fusion == 2 and s.recompute != "auto" and "fch" in NOT_KEPT[s.recompute]:
+    if s.recompute != "auto" and not goes_with(s.recompute, gelu_fusion=s.gelu_fusion):
         raise UserError(
             f"-ge 2 -r {s.recompute}: GELU's gradient joins a matmul that runs before this level has its input again; "
             "use -ge 1, or -r 2 or lower"
         )
     if s.recompute == s.batch_size == "auto":
         raise UserError("-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 5 for the largest -b")
-    if s.offload_residual and s.recompute != "auto" and "residual3" in NOT_KEPT[s.recompute]:
+    if s.recompute != "auto" and not goes_with(s.recompute, offload_residual=s.offload_residual):
         raise UserError(f"-r {s.recompute} --offload-residual: this level keeps too few residuals to move; use -r 5, which then keeps none")
     if (s.json or s.tensors) and not s.plan:
         raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")

@@ -133,7 +133,6 @@ class GPT2:
         """
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
         copy_in(a["inputs"], inputs)
-        self.inputs = inputs
         self.ops.encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
         self._ln1_forward(self.layers[0])
         for layer, above in zip(self.layers, [*self.layers[1:], self.final]):
@@ -245,7 +244,7 @@ class GPT2:
                 for run in self.backward_passes:
                     run(self.layers[l])
         self.ops.encoder_backward(
-            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], order or token_order(torch.as_tensor(self.inputs).cpu()), a,
+            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], order or token_order(a["inputs"].cpu()), a,
             seed=self.rng.u32(), accumulate=accumulate,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
 from llmc.errors import UserError
 from llmc.flags import Settings, refuse_unbuilt
-from llmc.kernels import why_no_kernels
+from llmc.kernels import OLDEST_CAPABILITY, too_old
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.plan import Plan, PlanOptions
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
@@ -93,21 +93,24 @@ def check_attention(o: PlanOptions):
     if kind in LARGEST_HEAD and o.precision == "fp32":
         raise UserError(f"--attention {kind} has no fp32 form; leave it out, or train in bf16")
     if kind in LARGEST_HEAD and (head_size % 8 or head_size > LARGEST_HEAD[kind]):
+        other = "flash or " if kind == "cudnn" and head_size % 8 == 0 and head_size <= LARGEST_HEAD["flash"] else ""
         raise UserError(
             f"heads of size {head_size}: {kind} attention takes multiples of 8 up to {LARGEST_HEAD[kind]} in bf16; "
-            "use --attention efficient, an fp32 model with --precision fp32, or --device cpu"
+            f"use --attention {other}efficient, an fp32 model with --precision fp32, or --device cpu"
         )
 
 
-def settle_kernels(s: Settings, backend) -> tuple[Settings, list[str]]:
+def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list[str]]:
     """The settings with --kernels decided, and a line with the reason where a user may want to know it.
 
-    Raises UserError where --kernels triton cannot be honoured; so a run never silently takes the slower way.
+    why_not says what speaks against Triton's on that card. Raises UserError where --kernels triton cannot be honoured; so a run
+    never silently takes the slower way.
     """
-    why_not = "they are for a GPU, and this run is on a CPU" if backend.kind != "cuda" else why_no_kernels(backend.capability())
+    if kind != "cuda":
+        why_not = "they are for a GPU, and this run is on a CPU"
     if s.kernels == "triton" and why_not:
         raise UserError(f"--kernels triton: {why_not}; leave it out")
-    if s.kernels != "auto" or backend.kind != "cuda":
+    if s.kernels != "auto" or kind != "cuda":
         return s, []
     if why_not:
         return replace(s, kernels="torch"), [f"note: torch's operators run what Triton's kernels would do faster: {why_not}"]
@@ -121,6 +124,10 @@ def check_gelu_fusion(o: PlanOptions):
 
         if why_not := available():
             raise UserError(f"-ge {o.gelu_fusion}: {why_not}; use -ge 0, which computes the same function")
+        if o.config.channels % 8:
+            raise UserError(
+                f"-ge {o.gelu_fusion}: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and C is {o.config.channels}; use -ge 0"
+            )
 
 
 def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str, processors: int | None = None) -> PlanOptions:
@@ -162,9 +169,7 @@ def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, worl
     if s.recompute == "auto":
         resumes = model.resume_step is not None
         level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world), batch_is_fixed=resumes)
-        s = replace(s, recompute=level)
-        refuse_unbuilt(s)  # not every option goes with every level
-        return s, [f"-r auto takes {reason} ({budget.auto_name})"]
+        return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
     most = None if row is None else row() // (s.sequence_length * world.num_processes)
     B, reason = choose_batch(options, budget.auto_bytes, sequences, most)
@@ -196,10 +201,15 @@ def plan_text(s: Settings) -> str:
         if "bf16" in (model.precision, s.precision):
             raise UserError(f"{budget.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32 and an fp32 model")
         precision = "fp32"
+    # of a card that nobody named, and of one that has no Triton yet, the best is assumed
+    s, kernel_notes = settle_kernels(s, kind, too_old(OLDEST_CAPABILITY if card is None or card.has_bf16 else (0, 0)))
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
-    s, reasons = settle(s, model, plan_options(s, model.config, precision, kind, processors), budget, world)
+    options = plan_options(s, model.config, precision, kind, processors)
+    check_attention(options)
+    s, reasons = settle(s, model, options, budget, world)
+    reasons = [*kernel_notes, *reasons]
     grad_accum_steps = check_batch(s, world)
     options = plan_options(s, model.config, precision, kind, processors)
     if s.json:

@@ -136,10 +136,11 @@ def test_a_bf16_run_stays_within_bf16_noise_of_the_cpu_s(forms, on_the_cpu):
 @precisions
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_recompute_level_and_every_run_gives_the_same_bits(precision, accumulation):
-    for kernels in ("triton", "torch"):
-        baseline = gradients(SMALL, precision, 0, 4, 64, accumulation, kernels=kernels)
+    longer = replace(SMALL, max_seq_len=512)  # 8192 positions: each of the 256 programs of a sum has many rows
+    for kernels, config, B, T in (("triton", SMALL, 4, 64), ("triton", longer, 16, 512), ("torch", SMALL, 4, 64)):
+        baseline = gradients(config, precision, 0, B, T, accumulation, kernels=kernels)
         for level in (0, *NOT_KEPT):
-            assert gradients(SMALL, precision, level, 4, 64, accumulation, kernels=kernels) == baseline
+            assert gradients(config, precision, level, B, T, accumulation, kernels=kernels) == baseline
 
 
 @gpu
@@ -171,11 +172,11 @@ def test_allocated_memory_is_the_plan_in_every_form(forms):
 
 
 @gpu
-@precisions
-def test_resuming_gives_the_bytes_of_never_having_stopped(precision, tmp_path):
+@pytest.mark.parametrize("precision, forms", [("fp32", []), ("bf16", []), ("bf16", ["--master", "bits16", "--optimizer-state", "bf16"])])
+def test_resuming_gives_the_bytes_of_never_having_stopped(precision, forms, tmp_path):
     case = write_case_a(tmp_path / "case")
     common = ["-e", "d6", "-i", f"{case}/train_*.bin", "-j", f"{case}/val.bin", "--precision", precision, "-n", "3",
-              "-b", "4", "-t", "32", "-v", "0", "-s", "0", "--device", "cuda"]  # fmt: skip
+              "-b", "4", "-t", "32", "-v", "0", "-s", "0", "--device", "cuda", *forms]  # fmt: skip
     for folder, steps in (("straight", "6"), ("resumed", "3"), ("resumed", "6")):
         assert train_gpt2.main([*common, "-o", str(tmp_path / folder), "-x", steps, "-k", "constant", "-y", "1"]) == 0
     for name in ("model_00000006.bin", "state_00000006_00000.bin", "extra_00000006_00000.json"):

@@ -30,10 +30,10 @@ from test_layers import (
 )  # fmt: skip
 
 from llmc.backend import open_backend
-from llmc.checkpoint.snapshot import load_weights
+from llmc.checkpoint.snapshot import load_snapshot, load_weights, save_snapshot
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
-from llmc.data.shards import TokenLoader
+from llmc.data.shards import TokenLoader, write_shard
 from llmc.gpt2 import GPT2
 from llmc.kernels.operations import triton_operations
 from llmc.layers import torch_operations
@@ -932,6 +932,37 @@ OPTIMIZERS = [
     dict(precision="bf16", master="bits16"), dict(precision="bf16", master="bits16", optimizer_state="bf16", grad_dtype="fp32"),
     dict(precision="bf16", master="none"), dict(precision="bf16", master="none", optimizer_state="bf16", grad_dtype="fp32"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OPTIMIZERS, ids=lambda form: "-".join(form.values()))
+def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none(few_partials, tmp_path, form):
+    """It reads and writes master and moments in the working room of the plan, which is not that of the torch operations."""
+    write_shard(str(tmp_path / "tokens.bin"), np.random.default_rng(0).integers(0, TINY.vocab_size, 200))
+    config, common = replace(TINY, num_layers=1), dict(rank=0, num_processes=1, master_weights=form.get("master") != "none")
+
+    def start():
+        return build("triton", config=config, **form), TokenLoader(str(tmp_path / "tokens.bin"), B, T, shuffle=True)
+
+    def train(model, loader, step):
+        inputs, targets = loader.next_batch()
+        model.forward(inputs)
+        model.backward(targets, order=loader.token_order())
+        model.update(1e-2, 0.1, step, model.grad_norm())
+
+    def state(model):
+        return {name: arena.view(torch.uint8).cpu().numpy().tobytes() for name, arena in model.flat.items() if name != "gradients"}
+
+    model, loader = start()
+    train(model, loader, 1)
+    before = state(model)
+    save_snapshot(tmp_path, 1, model, loader, {}, **common)
+    assert state(model) == before
+    other, other_loader = start()
+    load_snapshot(tmp_path, 1, other, other_loader, **common)
+    assert state(other) == before
+    train(model, loader, 2)
+    train(other, other_loader, 2)
+    assert state(model) == state(other) != before
 
 
 @pytest.mark.parametrize("form", OPTIMIZERS, ids=lambda form: "-".join(form.values()))

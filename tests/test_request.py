@@ -1,23 +1,20 @@
 """What a command line asks of a GPU: whose kernels, whose attention, GELU in matmuls; honoured, said, or refused in a sentence."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
+import torch
+
 import llmc.kernels
 from llmc.config import config_from_descriptor
-from llmc.errors import UserError
+from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import parse
+from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
-from llmc.request import check_attention, check_gelu_fusion, plan_options, settle_kernels
+from llmc.request import check_attention, check_gelu_fusion, plan_options, plan_text, settle_kernels
 
 D12 = config_from_descriptor("d12")
-CPU = SimpleNamespace(kind="cpu", capability=lambda: (0, 0))
-
-
-def card(*capability):
-    return SimpleNamespace(kind="cuda", capability=lambda: capability)
 
 
 def asked(text=""):
@@ -32,37 +29,81 @@ def options(text="", precision="bf16", kind="cuda", config=D12):
 def triton(monkeypatch):
     """Say whether triton is installed."""
 
-    def installed(yes):
+    def installed(yes, launches=""):
         monkeypatch.setattr(llmc.kernels, "find_spec", lambda name: object() if yes else None)
+        monkeypatch.setattr(llmc.kernels, "launch_problem", lambda: launches)
 
     installed(True)
     return installed
 
 
-@pytest.mark.parametrize("backend, flags, kernels", [
-    (CPU, "", "auto"), (CPU, "--kernels torch", "torch"), (card(9, 0), "", "triton"), (card(8, 0), "", "triton"),
-    (card(9, 0), "--kernels triton", "triton"), (card(9, 0), "--kernels torch", "torch"), (card(7, 5), "--kernels torch", "torch"),
+def settled(flags, *capability):
+    """What a run decides on a card; on a CPU without one."""
+    kind = "cuda" if capability else "cpu"
+    return settle_kernels(asked(flags), kind, llmc.kernels.why_no_kernels(capability) if capability else "")
+
+
+@pytest.mark.parametrize("capability, flags, kernels", [
+    ((), "", "auto"), ((), "--kernels torch", "torch"), ((9, 0), "", "triton"), ((8, 0), "", "triton"),
+    ((9, 0), "--kernels triton", "triton"), ((9, 0), "--kernels torch", "torch"), ((7, 5), "--kernels torch", "torch"),
 ])  # fmt: skip
-def test_kernels_are_triton_s_on_a_card_that_can_unless_torch_is_asked_for(triton, backend, flags, kernels):
-    settings, notes = settle_kernels(asked(flags), backend)
+def test_kernels_are_triton_s_on_a_card_that_can_unless_torch_is_asked_for(triton, capability, flags, kernels):
+    settings, notes = settled(flags, *capability)
     assert settings.kernels == kernels and notes == []
 
 
-@pytest.mark.parametrize("backend, installed, why", [
-    (card(9, 0), False, "triton is not installed (pip install triton)"), (card(7, 5), True, "they need a card of SM80 or later"),
+@pytest.mark.parametrize("capability, installed, launches, why", [
+    ((9, 0), False, "", "triton is not installed (pip install triton)"),
+    ((7, 5), True, "", "they need a card of SM80 or later"),
+    ((9, 0), True, "they cannot be launched here: Failed to find C compiler.", "they cannot be launched here: Failed to find C compiler."),
 ])  # fmt: skip
-def test_a_card_without_triton_trains_with_torch_and_says_so_but_not_if_triton_was_asked_for(triton, backend, installed, why):
-    triton(installed)
-    settings, notes = settle_kernels(asked(), backend)
+def test_a_card_without_triton_trains_with_torch_and_says_so_but_not_if_triton_was_asked_for(triton, capability, installed, launches, why):
+    triton(installed, launches)
+    settings, notes = settled("", *capability)
     assert settings.kernels == "torch" and notes == [f"note: torch's operators run what Triton's kernels would do faster: {why}"]
     with pytest.raises(UserError, match="--kernels triton: .*leave it out") as refusal:
-        settle_kernels(asked("--kernels triton"), backend)
+        settled("--kernels triton", *capability)
     assert why in str(refusal.value)
+
+
+def test_a_launch_that_fails_is_a_reason_in_one_line(monkeypatch):
+    """Here there is no card, which is reason enough."""
+    assert torch.cuda.is_available() or llmc.kernels.launch_problem().startswith("they cannot be launched here: ")
+    assert "\n" not in llmc.kernels.launch_problem()
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--device cpu --kernels triton", "--kernels triton: they are for a GPU, and this run is on a CPU"),
+    ("--memory-budget t4 --precision fp32 --kernels triton", "--kernels triton: they need a card of SM80 or later"),
+    ("--device cuda --precision fp32 --attention flash", "--attention flash has no fp32 form"),
+    ("--memory-budget h100-80 --precision bf16 -ge 2 -r 3", "-ge 2 -r 3: GELU's gradient joins a matmul"),
+])  # fmt: skip
+def test_a_plan_refuses_what_a_run_would(flags, sentence):
+    with pytest.raises(UserError) as refusal:
+        plan_text(asked("-e d12 -b 4 --plan " + flags))
+    assert str(refusal.value).startswith(sentence)
+
+
+def test_a_plan_for_a_card_too_old_for_triton_is_that_of_torch_s_operators():
+    text = plan_text(asked("-e d12 -b 4 --plan --memory-budget t4"))
+    assert "torch's operators run what Triton's kernels would do faster: they need a card of SM80" in text
+    assert text.partition("\n")[2] == plan_text(asked("-e d12 -b 4 --plan --memory-budget t4 --kernels torch"))
+
+
+def test_levels_that_do_not_go_with_fused_gelu_are_neither_taken_nor_proposed():
+    o = options("-ge 2 -b 64 -r 0")
+    assert levels_of(o) == (0, 1, 2)
+    budget = Plan(replace(o, recompute=3)).total_bytes  # what only the levels beyond would fit
+    with pytest.raises(NotEnoughMemory, match="no recompute level fits .*: -r 2 still needs"):
+        choose_recompute(o, budget)
+    ways = ways_to_fit(o, budget, 64, count=9)
+    assert ways and not any(f"-r {level}" in way.flags for way in ways for level in (3, 4, 5, 6))
+    assert all("but for GELU's last" in way.price for way in ways if "-r" in way.flags)
 
 
 def test_the_plan_is_of_the_kernels_that_will_run(triton):
     """What --plan assumes of a card is what a run on it decides; the torch form needs other working room."""
-    settings, _ = settle_kernels(asked(), card(9, 0))
+    settings, _ = settled("", 9, 0)
     decided = plan_options(settings, D12, "bf16", "cuda")
     assert decided.fused and Plan(decided).arenas == Plan(options()).arenas
     assert not options("--kernels torch").fused and not options(kind="cpu").fused
@@ -84,7 +125,7 @@ def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits
     ("fp32", "--attention cudnn", 64, "--attention cudnn has no fp32 form"),
     ("bf16", "", 36, "heads of size 36: flash attention takes multiples of 8 up to 256 in bf16; use --attention efficient"),
     ("bf16", "", 264, "heads of size 264: flash attention takes multiples of 8 up to 256"),
-    ("bf16", "--attention cudnn", 136, "heads of size 136: cudnn attention takes multiples of 8 up to 128"),
+    ("bf16", "--attention cudnn", 136, "heads of size 136: cudnn attention takes multiples of 8 up to 128 in bf16; use --attention flash"),
 ])  # fmt: skip
 def test_attention_that_does_not_take_the_model_is_refused_with_what_to_do(precision, flags, head_size, sentence):
     config = replace(D12, channels=2 * head_size, num_heads=2)
@@ -102,3 +143,5 @@ def test_gelu_fusion_without_the_library_is_refused(monkeypatch):
         check_gelu_fusion(options("-ge 1"))
     monkeypatch.setattr(cublaslt, "available", lambda: "")
     check_gelu_fusion(options("-ge 2 -r 1"))
+    with pytest.raises(UserError, match="-ge 1: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and C is 36; use -ge 0"):
+        check_gelu_fusion(options("-ge 1", config=replace(D12, channels=36, num_heads=2)))

@@ -86,7 +86,8 @@ def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_we
 def state_pieces(model, name):
     """The fp32 bytes of m, v or the master, whatever form this run keeps them in."""
     if name != "master":
-        yield from pieces(model.flat[name], model.acts.get(f"update_{name}"))
+        widened = model.flat[name].dtype != torch.float32
+        yield from pieces(model.flat[name], model.acts[f"update_{name}"] if widened else None)
     elif model.plan.options.precision == "fp32":
         yield from pieces(model.flat["parameters"])
     else:

@@ -16,8 +16,24 @@ def why_no_kernels(capability: tuple[int, int]) -> str:
     """Empty where the kernels can run on a card of this compute capability, else the reason."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
-    if capability < OLDEST_CAPABILITY:
-        return "they need a card of SM80 or later"
+    return too_old(capability) or launch_problem()
+
+
+def too_old(capability: tuple[int, int]) -> str:
+    """The reason why no card of this compute capability runs them; empty if one does."""
+    return "" if capability >= OLDEST_CAPABILITY else "they need a card of SM80 or later"
+
+
+def launch_problem() -> str:
+    """Why a kernel cannot be launched on the current device, empty if it can: Triton builds its launchers with a C compiler."""
+    import torch
+
+    try:
+        partials, numbers, norm = (torch.ones(n, device="cuda") for n in (4, 64, 1))
+        operations(True).global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"they cannot be launched here: {str(error).strip().splitlines()[-1]}"
     return ""
 
 

@@ -22,7 +22,7 @@ def _classify(
     target_logit = widen(tl.load(logits + target))
     tail = WHOLE + tl.arange(0, TAIL)
     last = tl.where(tail < V, load(logits + tail, tail < Vp), -float("inf"))
-    largest = tl.max(last, 0)
+    largest = tl.maximum(tl.max(last, 0), -3e38)  # where all of the tail is -inf, the difference would be NaN
     total = tl.sum(tl.exp(last - largest), 0)
     for at in range(0, WHOLE, COLUMNS):
         x = widen(tl.load(logits + at + tl.arange(0, COLUMNS)))

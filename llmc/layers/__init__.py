@@ -1,6 +1,6 @@
 """What a model is made of: plain functions over named tensors, forward and backward, in torch.
 
-Everything but matmuls and attention also exists as a Triton kernel, under the same names and arguments, in llmc/kernels/.
+All that a step does beside matmuls and attention also exists as Triton kernels, under the same names and arguments, in llmc/kernels/.
 """
 
 
@@ -13,7 +13,6 @@ def torch_operations() -> dict:
     from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
     from llmc.layers.global_norm import global_norm
     from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
-
     from llmc.layers.matmul import matmul_dbias
 
     functions = (

@@ -23,6 +23,17 @@ NOT_KEPT = dict(enumerate(accumulate((
 WRITER = {name: stage for stage in FORWARD_STAGES for name in stage.writes}
 
 
+def goes_with(level: int, *, offload_residual=False, gelu_fusion=0) -> bool:
+    """Whether a level can be run with these options.
+
+    With residual3 not kept there is too little to offload. GELU's gradient can join the matmul before it only while GELU's input
+    is kept: else that runs again in between.
+    """
+    if offload_residual and "residual3" in NOT_KEPT[level]:
+        return False
+    return not (gelu_fusion == 2 and "fch" in NOT_KEPT[level])
+
+
 def kept_names(level: int) -> tuple[str, ...]:
     """The block activations that are kept for every layer, in table order."""
     return tuple(a.name for a in BLOCK_ACTIVATIONS if a.name not in NOT_KEPT[level])

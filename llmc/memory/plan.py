@@ -395,6 +395,9 @@ def _update_rows(o: PlanOptions):
     yield "norm_partials", "scratch", str(NORM_PARTIALS if o.fused else norm_partials(o)), "fp32", update
     if o.precision != "fp32" and not o.keeps_master:
         yield "update_parameter", "scratch", "U", "fp32", update
+    if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whoever updates them
+        yield "update_m", "scratch", "U", "fp32", update
+        yield "update_v", "scratch", "U", "fp32", update
     if o.fused:
         yield "update_layout", "scratch", "16 4", "int64", update
         yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
@@ -404,8 +407,6 @@ def _update_rows(o: PlanOptions):
         yield "update_gradient", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":
         yield "noise_moments", "scratch", "U", "int32", update
-        yield "update_m", "scratch", "U", "fp32", update
-        yield "update_v", "scratch", "U", "fp32", update
 
 
 def _sample_rows(o: PlanOptions):
