@@ -34,6 +34,7 @@ gpu-check:
 
 bench: $(VENV)/installed
 	$(python) scripts/bench.py -e d12 -b 4 -t 64
+	$(python) scripts/bench.py -e d12 -b 4 -t 256
 	$(python) scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory
 
 $(data)/stdlib_train.bin: | $(VENV)/installed
@@ -44,6 +45,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(python) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(python) -m pip install --quiet --disable-pip-version-check numpy tiktoken tqdm
+	$(python) -m pip install --quiet --disable-pip-version-check numba || echo "no numba for this Python: training on a CPU is slower"
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

@@ -7,7 +7,7 @@ The program, top to bottom: opening what the flags ask for, building it, the loo
 
 what is asked llmc/: flags, request (model, sizes, plan, what auto decides)
 layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
-kernels       llmc/kernels/: the same on a GPU, in Triton, where torch has no single pass
+kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
 memory        llmc/memory/: tables, recompute ladder, plan, cost, choose, arenas, offload, report, record
 host side     llmc/: data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
@@ -34,9 +34,10 @@ from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory
 from llmc.flags import Settings, format_help, parse, refuse_unbuilt
 from llmc.interrupt import StopRequest
 from llmc.kernels import why_no_kernels
+from llmc.kernels_cpu import compile_kernels, why_no_cpu_kernels
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
 from llmc.memory.choose import in_mib
-from llmc.memory.plan import MIB, Plan
+from llmc.memory.plan import MIB, Plan, PlanOptions, head_chunk_rows
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
@@ -44,8 +45,8 @@ from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.rand import XorShift
 from llmc.request import (
-    check_attention, check_batch, check_gelu_fusion, check_lengths, check_precision, choose_model, longest_rows, plan_options, plan_text,
-    run_budget, settle, settle_kernels, training_data,
+    check_attention, check_batch, check_gelu_fusion, check_graphs, check_lengths, check_precision, choose_model, longest_rows,
+    plan_options, plan_text, run_budget, settle, settle_kernels, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 
@@ -109,10 +110,14 @@ def open_run(s: Settings) -> SimpleNamespace:
     check_lengths(s, config)
     backend = open_backend(s.device, s.threads, bool(s.tf32))
     precision = choose_precision(source.precision or s.precision, backend)
-    s, reasons = settle_kernels(s, backend.kind, why_no_kernels(backend.capability()) if backend.kind == "cuda" else "")
+    why_not = ""
+    if s.kernels != "torch":  # which is also the way round kernels that would end the process
+        why_not = why_no_kernels(backend.capability()) if backend.kind == "cuda" else why_no_cpu_kernels()
+    s, reasons = settle_kernels(s, backend.kind, why_not)
     options = plan_options(s, config, precision, backend.kind, backend.processors())
     check_attention(options)
     check_gelu_fusion(options)
+    graphs = check_graphs(s, options)
     budget = run_budget(s, backend)
     s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))
     grad_accum_steps = check_batch(s, world)
@@ -139,10 +144,18 @@ def open_run(s: Settings) -> SimpleNamespace:
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}"
         )
     plan = Plan(plan_options(s, config, precision, backend.kind, backend.processors()))
+    notes.append(chosen_line(plan.options, graphs))
     return SimpleNamespace(
-        settings=s, world=world, backend=backend, source=source, plan=plan,
+        settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs,
         budget=budget, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size, peak_tflops=peak_tflops, notes=notes,
     )  # fmt: skip
+
+
+def chosen_line(o: PlanOptions, graphs: bool) -> str:
+    """What was chosen among several ways to compute the same."""
+    graphs = f", CUDA graphs {'on' if graphs else 'off'}" if o.device == "cuda" else ""
+    attention = "in blocks" if o.attention_kind == "cpu" else o.attention_kind
+    return f"kernels: {o.kernel_set}, attention: {attention}, head: {head_chunk_rows(o)} rows of logits at once{graphs}"
 
 
 def build(run: SimpleNamespace) -> SimpleNamespace:
@@ -188,6 +201,11 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     folder = s.output_dir if world.rank == 0 else None
     if folder:
         prepare_folder(folder)
+    if plan.options.kernel_set == "numba":
+        start = time.perf_counter()
+        compile_kernels(plan.options)
+        if (seconds := time.perf_counter() - start) > 2:
+            print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
     record = MemoryRecord(folder, plan, s, backend)
     model = build_model(run)
     more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
@@ -250,7 +268,9 @@ def build_model(run):
     from llmc.checkpoint.snapshot import load_weights
     from llmc.gpt2 import GPT2
 
-    model = GPT2(plan, run.backend.device, run.world.rank)
+    from llmc.graphs import Graphs
+
+    model = GPT2(plan, run.backend.device, run.world.rank, Graphs() if run.graphs else None)
     if run.source.file is None:
         model.init_random()
     elif run.source.resume_step is None:
@@ -330,102 +350,174 @@ def train(s: Settings):
 
 
 def loop(run):
-    """Train for -x steps: every diagnostic that is due, then the step."""
-    s, model, loader, stop = run.settings, run.model, run.train_loader, StopRequest()
+    """Train for -x steps: every diagnostic that is due, then the step.
+
+    A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
+    """
+    stop, clock, launched = StopRequest(), StepClock(run), None
+    diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
-    clock = StepClock(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
-        if not stop.requested and run.val_loader and (last or step % s.val_loss_every == 0):
-            validate(run, step, stop)
-        if not stop.requested and run.eval_loader and (last or (step > 0 and s.val_loss_every > 0 and step % s.val_loss_every == 0)):
-            evaluate(run, step, stop)
-        if not stop.requested and s.sample_every > 0 and (last or (step > 0 and step % s.sample_every == 0)):
-            sample(run)
-            run.record.phase("sampling", step)
-        if checkpoint_due(run, step, last, stop.requested):
-            checkpoint(run, step)
-            run.record.phase("checkpoint", step)
-        if last or stop.requested:
+        for is_due, diagnose in diagnostics:
+            stopping = stop.requested
+            if is_due(run, step, last, stopping):
+                launched = finish_step(run, clock, launched)
+                diagnose(run, step, stop)
+                clock.pause()
+        if last or stopping:
             break
-
-        # --------------- one training step ---------------
-        if s.overfit_single_batch:
-            loader.reset()
-        clock.start()
-        for micro_step in range(run.grad_accum_steps):
-            inputs, targets = loader.next_batch()  # (B, T) int64
-            model.forward(inputs)
-            model.backward(targets, run.grad_accum_steps, micro_step, loader.token_order())
-        grad_norm = model.grad_norm()
-        lr = learning_rate(
-            s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
-        )
-        may_skip = s.skip_loss_z > 0 or s.skip_grad_z > 0  # then the update waits until loss and norm are known here
-        if not may_skip:
-            model.update(lr, s.weight_decay, step + 1, grad_norm)
-        loss, norm = model.mean_loss(run.grad_accum_steps), grad_norm.item()
-        loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
-        if may_skip and not skipped(run, loss_z, norm_z):
-            model.update(lr, s.weight_decay, step + 1, grad_norm)
-        dt = clock.stop()
-        # --------------- everything below is diagnostics ---------------
-
-        mfu = model_flops_utilization(clock.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
-        print(format_step_line(
-            step, run.max_steps, loss=loss, loss_z=loss_z, norm=norm, norm_z=norm_z, lr=lr,
-            dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
-        ), flush=True)  # fmt: skip
-        if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
-            print(gpu_line(run.backend), flush=True)
-        run.log.train(step, loss, lr, norm)
-        run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
-        run.record.phase("first step", step)
+        if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
+            launched = finish_step(run, clock, launched)
+        before, launched = launched, None
+        try:
+            launched = launch_step(run, clock, step)
+        except BaseException:  # what was done is logged all the same, if it can be; what went wrong is the matter
+            with suppress(Exception):
+                finish_step(run, clock, before)
+            raise
+        finish_step(run, clock, before)
+        if not run.backend.asynchronous:
+            launched = finish_step(run, clock, launched)
+    finish_step(run, clock, launched)
     print(f"total average iteration time: {clock.average_ms:f} ms")
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
     run.speed_log.close()
 
 
+def validation_due(run, step: int, last: bool, stopping: bool) -> bool:
+    """On -v's period, the start included, and at the end; not once asked to stop."""
+    return bool(run.val_loader) and not stopping and (last or step % run.settings.val_loss_every == 0)
+
+
+def hellaswag_due(run, step: int, last: bool, stopping: bool) -> bool:
+    """With validation, but for the start."""
+    return bool(run.eval_loader) and not stopping and on_period(run.settings.val_loss_every, step, last)
+
+
+def sample_due(run, step: int, last: bool, stopping: bool) -> bool:
+    """On -s's period and at the end."""
+    return run.settings.sample_every > 0 and not stopping and on_period(run.settings.sample_every, step, last)
+
+
+def on_period(period: int, step: int, last: bool) -> bool:
+    """Whether this is the end, or a multiple of the period, if there is one, and not the start."""
+    return last or period > 0 and step > 0 and step % period == 0
+
+
+def launch_step(run, clock, step: int) -> SimpleNamespace:
+    """Give the device one training step; what finish_step needs."""
+    s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
+    if s.overfit_single_batch:
+        loader.reset()
+    launched = SimpleNamespace(step=step, started=clock.start(), judged=None)
+    for micro_step in range(accum):
+        inputs, targets = loader.next_batch()  # (B, T) int64
+        model.train(inputs, targets, accum, micro_step, loader.token_order())
+    grad_norm = model.grad_norm()
+    launched.reading = run.backend.read_later(model.acts["loss_sum"], grad_norm)
+    launched.lr = learning_rate(
+        s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
+    )
+    if may_skip(s):  # then the update waits until loss and norm are known here
+        launched.judged = judge(run, launched)
+    if not (launched.judged and skipped(run, launched.judged)):
+        model.update(launched.lr, s.weight_decay, step + 1, grad_norm)
+    launched.ended = clock.end()
+    return launched
+
+
+def may_skip(s: Settings) -> bool:
+    """Whether -sl or -sg decide about updates."""
+    return s.skip_loss_z > 0 or s.skip_grad_z > 0
+
+
+def judge(run, launched) -> SimpleNamespace:
+    """Loss and norm of a step, with their z-scores among those before."""
+    loss_sum, norm = launched.reading()
+    loss = loss_sum / run.model.tokens(run.grad_accum_steps)
+    return SimpleNamespace(loss=loss, norm=norm, loss_z=run.loss_outliers.update(loss), norm_z=run.norm_outliers.update(norm))
+
+
+def finish_step(run, clock, launched) -> None:
+    """Wait for a step that was launched, if any, print it and log it."""
+    if launched is None:
+        return
+    s, step = run.settings, launched.step
+    judged = launched.judged or judge(run, launched)
+    dt = clock.count(launched.started, launched.ended)
+    mfu = model_flops_utilization(clock.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
+    print(format_step_line(
+        step, run.max_steps, loss=judged.loss, loss_z=judged.loss_z, norm=judged.norm, norm_z=judged.norm_z, lr=launched.lr,
+        dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
+    ), flush=True)  # fmt: skip
+    if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
+        print(gpu_line(run.backend), flush=True)
+    run.log.train(step, judged.loss, launched.lr, judged.norm)
+    run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
+    run.record.phase("first step", step)
+
+
 class StepClock:
-    """Times steps: the last one, a running mean of tokens/s that forgets by 5% a step, and the mean of all but the first."""
+    """Times steps: the last one, a running mean of tokens/s that forgets by 5% a step, and the mean of all but the first.
+
+    With graphs it is all but the first two, as the second captures them.
+
+    On a GPU a step begins where the one before ended, unless something came between: what the host keeps it waiting for counts.
+    """
 
     def __init__(self, run):
         config = run.plan.options.config
         self.backend, self.tokens = run.backend, run.total_batch_size
         self.flops_per_token = flops_per_token(num_parameters(config), config.num_layers, config.channels, run.settings.sequence_length)
         self.steps, self.total, self.ema, self.tokens_per_s = 0, 0.0, 0.0, 0.0
+        self.setting_up, self.last_end = 2 if run.graphs else 1, None
 
     def start(self):
-        self.backend.synchronize()
-        self.started = time.perf_counter()
+        """The mark a step starts from."""
+        return self.last_end or self.backend.mark()
 
-    def stop(self) -> float:
-        """Seconds since start, once the device is done."""
-        self.backend.synchronize()
-        dt = time.perf_counter() - self.started
+    def end(self):
+        """The mark it ends at."""
+        mark = self.backend.mark()
+        self.last_end = mark if self.backend.asynchronous else None
+        return mark
+
+    def pause(self):
+        """Something else than training took time."""
+        self.last_end = None
+
+    def count(self, started, ended) -> float:
+        """Seconds of a step that is over, which enters the means."""
+        dt = self.backend.seconds_between(started, ended)
         self.tokens_per_s = self.tokens / dt
-        if self.steps:  # the first step also sets libraries up
+        self.steps += 1
+        if self.counted > 0:
             self.total += dt
             self.ema = 0.95 * self.ema + 0.05 * self.tokens / dt
-            self.tokens_per_s = self.ema / (1 - 0.95**self.steps)
-        self.steps += 1
+            self.tokens_per_s = self.ema / (1 - 0.95**self.counted)
         return dt
 
     @property
+    def counted(self) -> int:
+        """Steps in the means: all but those that also set things up."""
+        return self.steps - self.setting_up
+
+    @property
     def average_ms(self) -> float:
-        return self.total / max(1, self.steps - 1) * 1e3
+        return self.total / max(1, self.counted) * 1e3
 
 
 def validate(run, step, stop):
     """Mean loss over the validation batches, always the same ones."""
     run.val_loader.reset()
-    total = 0.0
+    means = []
     for _ in range(run.val_batches):
         if stop.requested:
             return
-        total += run.model.validate(*run.val_loader.next_batch())
-    loss = total / run.val_batches
+        means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
+    loss = sum(mean.item() for mean in means) / run.val_batches
     print(f"val loss {loss:f}", flush=True)
     run.log.val(step, loss)
     run.record.phase("evaluation", step)
@@ -453,7 +545,7 @@ def evaluate(run, step, stop):
     run.record.phase("HellaSwag", step)
 
 
-def sample(run):
+def sample(run, step, stop):
     """Print a text the model makes up, from end-of-text on."""
     from llmc.sampler import sample_softmax
 
@@ -468,12 +560,13 @@ def sample(run):
     else:
         print(*tokens)
     print("---", flush=True)
+    run.record.phase("sampling", step)
 
 
-def skipped(run, loss_z: float, norm_z: float) -> bool:
+def skipped(run, judged) -> bool:
     """Whether -sl or -sg call for leaving this update out; then the step's values leave the outlier windows too."""
     s = run.settings
-    for what, z, limit in (("loss", loss_z, s.skip_loss_z), ("grad", norm_z, s.skip_grad_z)):
+    for what, z, limit in (("loss", judged.loss_z, s.skip_loss_z), ("grad", judged.norm_z, s.skip_grad_z)):
         if limit > 0 and isfinite(z) and z > limit:
             print(f"skipping update due to {what} z-score of {z:f}")
             run.loss_outliers.undo()
@@ -491,7 +584,7 @@ def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
     return periodic or stopping
 
 
-def checkpoint(run, step: int):
+def checkpoint(run, step: int, stop=None):
     """Write everything a resumed run needs to go on as if it had never stopped; delete what -nk no longer keeps."""
     from llmc.checkpoint.snapshot import save_snapshot
 
@@ -507,6 +600,7 @@ def checkpoint(run, step: int):
         master_weights=run.plan.options.master != "none",
     )  # fmt: skip
     delete_replaced(run, step)
+    run.record.phase("checkpoint", step)
 
 
 def delete_replaced(run, step: int):

@@ -5,25 +5,27 @@ other layer is the plan's business: forward runs every stage, backward runs the 
 keeps less simply contains more stages.
 """
 
-from math import sqrt
+from math import prod, sqrt
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from llmc.backend import copy_in
+from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.files import read_part
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
+from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
 from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_parameters
 from llmc.memory.ladder import passes
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import HEAD_GROUP, TUNING, Plan, classifier_rows, head_sums
-from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
+from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, parameter_shapes
 from llmc.rand import XorShift
 
 ROUNDING_STATE = 13371337  # llm.c's; plus the rank
@@ -37,14 +39,16 @@ class GPT2:
     Public views: params, grads (name -> tensor, file order), and the flat arenas flat["parameters"], flat["gradients"],
     flat["m"], flat["v"], and of a bf16 model flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one,
     each (num_parameters,).
+    graphs  Graphs to run steps, updates and evaluations with; None runs them as they come
     """
 
-    def __init__(self, plan: Plan, device="cpu", rank=0):
+    def __init__(self, plan: Plan, device="cpu", rank=0, graphs=None):
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, o.config.num_heads, o.config.channels
         self.tuning, self.attention = TUNING[o.device], o.attention_kind
-        self.ops = operations(o.fused)
+        self.ops = operations(o.kernel_set)
+        self.run = graphs.run if graphs else run_at_once
         self.rng = XorShift(ROUNDING_STATE + rank)  # seeds every stochastic rounding
         self.rng_state_last_update = self.rng.state
         self.flat = {
@@ -69,7 +73,7 @@ class GPT2:
     def _layer(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
         acts, layer = self.acts, SimpleNamespace(number=l)
-        for name in (a.name for a in BLOCK_ACTIVATIONS if a.name != "residual3"):
+        for name in (a.name for a in BLOCK_ACTIVATIONS if a.name in acts and a.name != "residual3"):
             setattr(layer, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
         layer.residual = acts["encoded"] if l == 0 else self._residual3(l - 1)
         layer.residual3 = self._residual3(l)
@@ -126,13 +130,14 @@ class GPT2:
     # ------------------------------------------------------------------------
     # forward
 
-    def forward(self, inputs, for_backward=True):
-        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm.
+    def forward(self, inputs):
+        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm."""
+        copy_in(self.acts["inputs"], inputs)
+        self._forward()
 
-        Where residuals go to host memory, they do so only for a backward pass.
-        """
+    def _forward(self, for_backward=True):
+        """Where residuals go to host memory, they do so only for a backward pass."""
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
-        copy_in(a["inputs"], inputs)
         self.ops.encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
         self._ln1_forward(self.layers[0])
         for layer, above in zip(self.layers, [*self.layers[1:], self.final]):
@@ -142,8 +147,8 @@ class GPT2:
 
     def _block_forward(self, l, above):
         """Block l, from its ln1 on, and the ln1 of the block above; None for no more than the output of this one."""
-        for run in self.forward_passes:
-            run(l)
+        for forward in self.forward_passes:
+            forward(l)
         self._fcproj(l, above)
 
     def _residual3(self, l):
@@ -159,7 +164,10 @@ class GPT2:
         matmul_forward(l.qkvr, l.ln1, l.qkvw, l.qkvb)
 
     def _attention(self, l):
-        attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
+        if self.attention == "cpu":
+            attention_cpu_forward(l.atty, l.qkvr, self.NH, self.acts, self.ops)
+        else:
+            attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
 
     def _attproj_ln2(self, l):
         matmul_forward(l.residual2, l.atty, l.attprojw, l.attprojb)
@@ -189,9 +197,8 @@ class GPT2:
     # ------------------------------------------------------------------------
     # head: logits exist for one chunk of rows at a time
 
-    def _head_chunks(self, targets):
-        """Take the targets (B, T) in; the rows of each chunk, as slices of B*T."""
-        copy_in(self.acts["targets"], targets)
+    def _head_chunks(self):
+        """The rows of each chunk, as slices of B*T."""
         rows, size = self.B * self.T, len(self.acts["logits"])
         return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
@@ -208,11 +215,16 @@ class GPT2:
 
     def token_losses(self, inputs, targets):
         """Loss of every token: (B, T) fp32, a view that the next step overwrites."""
-        self.forward(inputs, for_backward=False)
-        self.acts["losses"].zero_()
-        for part in self._head_chunks(targets):
-            self._classify(part, None)
+        copy_in(self.acts["inputs"], inputs)
+        copy_in(self.acts["targets"], targets)
+        self.run("evaluation", self._evaluate)
         return self.acts["losses"]
+
+    def _evaluate(self):
+        self._forward(for_backward=False)
+        self.acts["losses"].zero_()
+        for part in self._head_chunks():
+            self._classify(part, None)
 
     def validate(self, inputs, targets) -> float:
         """Mean loss of one batch."""
@@ -221,16 +233,36 @@ class GPT2:
     # ------------------------------------------------------------------------
     # backward
 
-    def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
-        """Gradients of the mean loss over all micro-steps, into grads: micro-step 0 writes, later ones add.
+    def train(self, inputs, targets, grad_accum_steps=1, micro_step=0, order=None):
+        """Forward and backward of one micro-step: gradients of the mean loss over all of them, into grads.
 
-        Call after forward; targets (B, T) int64; order is the TokenOrder of its inputs, sorted here if the loader has not.
+        inputs, targets (B, T) int64; order is the TokenOrder of the inputs, sorted here if the loader has not. Micro-step 0 writes
+        the gradients, later ones add to them.
         """
-        a, accumulate = self.acts, micro_step > 0
-        self.accumulate = accumulate
+        copy_in(self.acts["inputs"], inputs)
+        staged = self._stage_backward(targets, order or token_order(inputs))
+
+        def forward_and_backward():
+            self._forward()
+            self._backward(grad_accum_steps, micro_step > 0, staged)
+
+        self.run(f"micro-step of {grad_accum_steps}, {'adding' if micro_step else 'writing'}", forward_and_backward)
+
+    def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
+        """The second half of train, after forward."""
+        staged = self._stage_backward(targets, order or token_order(self.acts["inputs"].cpu()))
+        self._backward(grad_accum_steps, micro_step > 0, staged)
+
+    def _stage_backward(self, targets, order):
+        """Copy in what backward needs to know of this batch; what the encoder's is to be given."""
+        copy_in(self.acts["targets"], targets)
+        return self.ops.stage_encoder_backward(order, self.rng.u32(), self.acts)
+
+    def _backward(self, grad_accum_steps, accumulate, staged):
+        a, self.accumulate = self.acts, accumulate
         if not accumulate:
             a["losses"].zero_()
-        self._head_backward(targets, 1.0 / (self.B * self.T * grad_accum_steps))
+        self._head_backward(1.0 / (self.B * self.T * grad_accum_steps))
         a["dresidual"].zero_()
         self._norm_backward(self.final, a["lnf"])
         segments = self.plan.segments
@@ -241,19 +273,18 @@ class GPT2:
                 self._block_forward(self.layers[l], self.layers[l + 1] if l != again[-1] else None)
             for l in reversed(span):
                 self.residuals.before_backward(l)
-                for run in self.backward_passes:
-                    run(self.layers[l])
-        self.ops.encoder_backward(
-            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], order or token_order(a["inputs"].cpu()), a,
-            seed=self.rng.u32(), accumulate=accumulate,
+                for backward in self.backward_passes:
+                    backward(self.layers[l])
+        self.ops.launch_encoder_backward(
+            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], staged, a, accumulate=accumulate
         )  # fmt: skip
 
-    def _head_backward(self, targets, dloss):
+    def _head_backward(self, dloss):
         """Losses, lnf's gradient over lnf itself (a chunk's rows are not read again) and wte's gradient, chunk by chunk of rows.
 
         Over more than a few chunks a bf16 sum would lose bits: then groups of chunks are summed in bf16, the groups in fp32.
         """
-        a, dwte, chunks = self.acts, self.grads["wte"], self._head_chunks(targets)
+        a, dwte, chunks = self.acts, self.grads["wte"], self._head_chunks()
         in_groups = head_sums(self.plan.options)
         group_sum = a["dwte_group"] if in_groups else dwte
         groups = [chunks[i : i + HEAD_GROUP] for i in range(0, len(chunks), HEAD_GROUP)] if in_groups else [chunks]
@@ -273,7 +304,11 @@ class GPT2:
 
     def mean_loss(self, grad_accum_steps=1) -> float:
         """Mean training loss over the micro-steps since micro-step 0."""
-        return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
+        return self.acts["losses"].sum().item() / self.tokens(grad_accum_steps)
+
+    def tokens(self, grad_accum_steps) -> int:
+        """Tokens of a step on this device."""
+        return self.B * self.T * grad_accum_steps
 
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
         matmul_backward(dinp, dweight, dout, inp, weight, accumulate=self.accumulate, widened=self.acts.get("widened"))
@@ -311,6 +346,9 @@ class GPT2:
 
     def _attention_backward(self, l):
         a = self.acts
+        if self.attention == "cpu":
+            attention_cpu_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, self.NH, a, self.ops, accumulate=self.accumulate)
+            return
         gradients = attention_gradients(a["datty"], l.qkvr, l.atty, l.lse, self.NH, self.attention)
         self.ops.pack_gradients(a["dqkvr"], l.dqkvb, gradients, self.NH, a, accumulate=self.accumulate)
 
@@ -331,17 +369,21 @@ class GPT2:
 
     def grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient, before clipping: one fp32 number, which stays on the device until it is asked for."""
-        norm = self.acts["grad_norm"]
-        self.ops.global_norm(norm, self.flat["gradients"], self.acts, piece=self.tuning.update_elements)
-        return norm[0]
+        self.run("norm", self._norm)
+        return self.acts["grad_norm"][0]
+
+    def _norm(self):
+        """The gradient's norm, and the sum of the losses to be read beside it."""
+        a = self.acts
+        torch.sum(a["losses"].view(-1), 0, keepdim=True, out=a["loss_sum"])
+        self.ops.global_norm(a["grad_norm"], self.flat["gradients"], a, piece=self.tuning.update_elements)
 
     def update(self, learning_rate, weight_decay, step, grad_norm):
         """One AdamW step; `step` counts from 1. The gradient, of norm `grad_norm`, a tensor or a number, is clipped to norm 1."""
         last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
-        self.ops.adamw_update(
-            self.flat, self._tensor_states(self.rng, last_seeds), self.acts, lr=learning_rate, weight_decay=weight_decay, step=step,
-            grad_norm=grad_norm,
-        )  # fmt: skip
+        tensors = tensor_states(self.config, self.rng, last_seeds)
+        staged = self.ops.stage_adamw_update(tensors, self.acts, lr=learning_rate, weight_decay=weight_decay, step=step)
+        self.run("update", lambda: self.ops.launch_adamw_update(self.flat, staged, self.acts, grad_norm=grad_norm))
 
     def round_weights_from_master(self):
         """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
@@ -369,18 +411,9 @@ class GPT2:
 
     def _weight_pieces(self):
         """(tensor, piece) of all weights as the last update left them; its seeds are the tensors'."""
-        for tensor in self._tensor_states(XorShift(self.rng_state_last_update), XorShift(0)):
+        for tensor in tensor_states(self.config, XorShift(self.rng_state_last_update), XorShift(0)):
             for piece in pieces_of(tensor, self.acts):
                 yield tensor, piece
-
-    def _tensor_states(self, seeds: XorShift, last_seeds: XorShift):
-        """The 16 tensors as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its last one."""
-        states, start = [], 0
-        for p in PARAMETERS:
-            elements, layers = self.params[p.name].numel(), self.config.num_layers if p.per_layer else 1
-            states.append(TensorState(start, elements, layers, p.decay, seed=seeds.u32(), last_seed=last_seeds.u32()))
-            start += elements
-        return states
 
     # ------------------------------------------------------------------------
     # sampling: one row at a time over a key/value cache, which lies in the activation arena
@@ -414,3 +447,18 @@ class GPT2:
         logits = a["logits"][:1]
         matmul_forward(logits, ln, p["wte"])
         return logits[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
+
+
+def tensor_states(config: ModelConfig, seeds: XorShift, last_seeds: XorShift) -> list[TensorState]:
+    """The 16 tensors as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its last one."""
+    states, start = [], 0
+    for p, shape in zip(PARAMETERS, parameter_shapes(config).values()):
+        elements, layers = prod(shape), shape[0] if p.per_layer else 1
+        states.append(TensorState(start, elements, layers, p.decay, seed=seeds.u32(), last_seed=last_seeds.u32()))
+        start += elements
+    return states
+
+
+def run_at_once(name, work):
+    """What Graphs.run does where nothing is captured."""
+    work()

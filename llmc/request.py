@@ -18,6 +18,7 @@ from llmc.distributed import World
 from llmc.errors import UserError
 from llmc.flags import Settings, refuse_unbuilt
 from llmc.kernels import OLDEST_CAPABILITY, too_old
+from llmc.kernels_cpu import not_installed
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.plan import Plan, PlanOptions
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
@@ -100,21 +101,41 @@ def check_attention(o: PlanOptions):
         )
 
 
+OWN_KERNELS = {"cuda": "triton", "cpu": "numba"}
+CALLED = {"triton": "Triton", "numba": "numba"}
+
+
 def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list[str]]:
     """The settings with --kernels decided, and a line with the reason where a user may want to know it.
 
-    why_not says what speaks against Triton's on that card. Raises UserError where --kernels triton cannot be honoured; so a run
-    never silently takes the slower way.
+    why_not says what speaks against the kernels there are for that kind of device. Raises UserError where --kernels cannot be
+    honoured; so a run never silently takes the slower way.
     """
-    if kind != "cuda":
-        why_not = "they are for a GPU, and this run is on a CPU"
-    if s.kernels == "triton" and why_not:
-        raise UserError(f"--kernels triton: {why_not}; leave it out")
-    if s.kernels != "auto" or kind != "cuda":
+    own = OWN_KERNELS[kind]
+    if s.kernels not in ("auto", "torch", own):
+        here, there = ("CPU", "GPU") if kind == "cpu" else ("GPU", "CPU")
+        why_not = f"they are for a {there}, and this run is on a {here}"
+    if s.kernels not in ("auto", "torch") and why_not:
+        raise UserError(f"--kernels {s.kernels}: {why_not}; leave it out")
+    if s.kernels != "auto":
         return s, []
     if why_not:
-        return replace(s, kernels="torch"), [f"note: torch's operators run what Triton's kernels would do faster: {why_not}"]
-    return replace(s, kernels="triton"), []
+        return replace(s, kernels="torch"), [f"note: torch's operators run what {CALLED[own]}'s kernels would do faster: {why_not}"]
+    return replace(s, kernels=own), []
+
+
+def check_graphs(s: Settings, o: PlanOptions) -> bool:
+    """Whether steps run as CUDA graphs. Raises UserError where --cuda-graph 1 cannot be honoured."""
+    why_not = ""
+    if o.device != "cuda":
+        why_not = "graphs are a GPU's, and this run is on a CPU; use a GPU"
+    elif o.kernel_set != "triton":
+        why_not = "torch's operators ask the host for numbers in the middle of a step; use --kernels triton"
+    elif o.offload_residual:
+        why_not = "--offload-residual copies on a stream of its own, which is not captured; leave that out"
+    if s.cuda_graph == "1" and why_not:
+        raise UserError(f"--cuda-graph 1: {why_not}, or leave --cuda-graph out")
+    return s.cuda_graph != "0" and not why_not
 
 
 def check_gelu_fusion(o: PlanOptions):
@@ -202,12 +223,14 @@ def plan_text(s: Settings) -> str:
             raise UserError(f"{budget.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32 and an fp32 model")
         precision = "fp32"
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
-    s, kernel_notes = settle_kernels(s, kind, too_old(OLDEST_CAPABILITY if card is None or card.has_bf16 else (0, 0)))
+    why_not = too_old(OLDEST_CAPABILITY if card is None or card.has_bf16 else (0, 0)) if kind == "cuda" else not_installed()
+    s, kernel_notes = settle_kernels(s, kind, why_not)
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
     options = plan_options(s, model.config, precision, kind, processors)
     check_attention(options)
+    check_graphs(s, options)
     s, reasons = settle(s, model, options, budget, world)
     reasons = [*kernel_notes, *reasons]
     grad_accum_steps = check_batch(s, world)

@@ -2,6 +2,7 @@
 """A training step here against plain PyTorch, in one run, the two in turn.
 
     python scripts/bench.py -e d12 -b 4 -t 64                      time, fp32 and bf16
+    python scripts/bench.py --sweep                                d6 and d12, from 256 to 4096 tokens a step, as a table
     python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each as a process of its own
 
 Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share of this machine's matmul
@@ -25,9 +26,13 @@ import torch
 from llmc.backend import measure_matmul_tflops, open_backend
 from llmc.config import config_from_descriptor
 from llmc.gpt2 import GPT2
+from llmc.graphs import Graphs
+from llmc.kernels import why_no_kernels
+from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.request import OWN_KERNELS
 from scripts.bench_pytorch import PyTorchTrainer
 
 
@@ -47,11 +52,16 @@ def main():
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both", help="[both]")
     parser.add_argument("--steps", type=int, default=11, help="timed steps of each [11]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead of time")
+    parser.add_argument("--sweep", action="store_true", help="all sizes instead of -e, -b and -t, three steps of each")
     parser.add_argument("--only", choices=("ours", "pytorch"), help="run three steps of one side and print its peak memory")
     args = parser.parse_args()
     backend = open_backend(args.device, 0, True)
     precisions = ("fp32", "bf16") if args.precision == "both" else (args.precision,)
+    if args.sweep:
+        sweep(args, backend, precisions)
+        return
     print(f"{args.model} -b {args.batch_size} -t {args.sequence_length} -r {args.recompute} on {backend.name}, torch {torch.__version__}")
     for precision in precisions:
         if args.only:
@@ -65,52 +75,82 @@ def main():
 
 
 class OurTrainer:
-    """One training step of ours, bf16 with fp32 master weights."""
+    """One training step of ours, bf16 with fp32 master weights, as train_gpt2.py runs it."""
 
     def __init__(self, args, config, precision, backend):
-        options = PlanOptions(config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind)
-        self.model = GPT2(Plan(options), backend.device)
+        why_not = why_no_kernels(backend.capability()) if backend.kind == "cuda" else why_no_cpu_kernels()
+        kernels = args.kernels if args.kernels != "auto" else "torch" if why_not else OWN_KERNELS[backend.kind]
+        options = PlanOptions(
+            config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind, kernels=kernels
+        )  # fmt: skip
+        graphs = Graphs() if kernels == "triton" else None
+        self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
         self.model.init_random()
         self.steps = 0
 
     def step(self, inputs, targets) -> float:
         self.steps += 1
-        self.model.forward(inputs)
-        self.model.backward(targets)
-        self.model.update(1e-4, 0.1, self.steps, self.model.grad_norm())
-        return self.model.mean_loss()
+        self.model.train(inputs, targets)
+        norm = self.model.grad_norm()
+        read = self.backend.read_later(self.model.acts["loss_sum"], norm)
+        self.model.update(1e-4, 0.1, self.steps, norm)
+        return read()[0] / self.model.tokens(1)
 
 
-def random_batch(args, config, device):
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, config.vocab_size, (2, args.batch_size, args.sequence_length)))
-    return tokens.to(device)
+def random_batch(args, config):
+    return np.random.default_rng(0).integers(0, config.vocab_size, (2, args.batch_size, args.sequence_length))
 
 
 def compare_time(args, backend, precision):
-    config = config_from_descriptor(args.model)
-    trainers = {"ours": OurTrainer(args, config, precision, backend), "pytorch": PyTorchTrainer(config, precision, backend.device)}
-    inputs, targets = random_batch(args, config, backend.device)
-    times = {name: [] for name in trainers}
-    peak = 0.0
-    for round_ in range(args.steps + 2):  # two rounds to warm up
-        peak = max(peak, measure_matmul_tflops(backend, precision, seconds=0.1))
-        for name, trainer in trainers.items():
-            backend.synchronize()
-            start = time.perf_counter()
-            trainer.step(inputs, targets)
-            backend.synchronize()
-            if round_ >= 2:
-                times[name].append(time.perf_counter() - start)
+    measured = measure_time(args, backend, precision)
+    ours, pytorch, peak, flops, ratios = (measured[key] for key in ("ours", "pytorch", "peak", "flops", "ratios"))
     tokens = args.batch_size * args.sequence_length
-    # matmuls only: what the peak was measured with. 6 FLOPs per weight that multiplies, forward and backward
-    C, L = config.channels, config.num_layers
-    flops = 6 * tokens * (12 * C * C * L + config.padded_vocab_size * C)
-    ours, pytorch = (statistics.median(times[name]) for name in ("ours", "pytorch"))
-    ratios = [a / b for a, b in zip(times["ours"], times["pytorch"])]
     print(f"{precision}: ours {ours * 1e3:.0f} ms, pytorch{' autocast' if precision == 'bf16' else ''} {pytorch * 1e3:.0f} ms, "
           f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), {args.steps} steps each")  # fmt: skip
-    print(f"{precision}: ours {tokens / ours:.0f} tok/s, matmuls at {flops / ours / peak / 1e12:.0%} of the measured {peak:.2f} TFLOP/s "
-          f"(floor {flops / peak / 1e9:.0f} ms); pytorch {tokens / pytorch:.0f} tok/s, {flops / pytorch / peak / 1e12:.0%}")  # fmt: skip
+    print(f"{precision}: ours {tokens / ours:.0f} tok/s, matmuls at {flops / ours / peak:.0%} of the measured {peak / 1e12:.2f} TFLOP/s "
+          f"(floor {flops / peak * 1e3:.0f} ms); pytorch {tokens / pytorch:.0f} tok/s, {flops / pytorch / peak:.0%}")  # fmt: skip
+
+
+def measure_time(args, backend, precision, warmup=2) -> dict:
+    """Median seconds of each side's step, the two in turn, their ratios, FLOPs of the matmuls and the best rate seen meanwhile."""
+    config = config_from_descriptor(args.model)
+    tokens = random_batch(args, config)
+    on_device = torch.from_numpy(tokens).to(backend.device)
+    sides = {
+        "ours": (OurTrainer(args, config, precision, backend), tokens),
+        "pytorch": (PyTorchTrainer(config, precision, backend.device), on_device),
+    }
+    times, peak = {name: [] for name in sides}, 0.0
+    for round_ in range(args.steps + warmup):
+        peak = max(peak, measure_matmul_tflops(backend, precision, seconds=0.1))
+        for name, (trainer, batch) in sides.items():
+            backend.synchronize()
+            start = time.perf_counter()
+            trainer.step(*batch)
+            backend.synchronize()
+            if round_ >= warmup:
+                times[name].append(time.perf_counter() - start)
+    # matmuls only: what the peak was measured with. 6 FLOPs per weight that multiplies, forward and backward
+    C, L = config.channels, config.num_layers
+    flops = 6 * args.batch_size * args.sequence_length * (12 * C * C * L + config.padded_vocab_size * C)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return medians | {"peak": peak * 1e12, "flops": flops, "ratios": [a / b for a, b in zip(times["ours"], times["pytorch"])]}
+
+
+SWEEP = [(model, B, T) for model in ("d6", "d12") for B, T in ((4, 64), (16, 64), (4, 256), (1, 1024), (4, 1024))]
+
+
+def sweep(args, backend, precisions):
+    """A table of all sizes; fewer steps of each, as the large ones take many seconds."""
+    args.steps = min(args.steps, 3)
+    print(f"-r {args.recompute} on {backend.name}, torch {torch.__version__}; medians of {args.steps} steps, the two in turn")
+    print(f"{'model':<6} {'B':>3} {'T':>5} {'':<5} {'ours ms':>8} {'of matmul peak':>15} {'pytorch ms':>11} {'ours/pytorch':>13}")
+    for precision in precisions:
+        for args.model, args.batch_size, args.sequence_length in SWEEP:
+            m = measure_time(args, backend, precision)
+            share = m["flops"] / m["ours"] / m["peak"]
+            print(f"{args.model:<6} {args.batch_size:>3} {args.sequence_length:>5} {precision:<5} {m['ours'] * 1e3:>8.0f} {share:>15.0%} "
+                  f"{m['pytorch'] * 1e3:>11.0f} {statistics.median(m['ratios']):>13.3f}", flush=True)  # fmt: skip
 
 
 def measure_host_side(args, backend, precision):
@@ -140,9 +180,10 @@ def peak_memory(args, backend, precision) -> str:
     config = config_from_descriptor(args.model)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     trainer = OurTrainer(args, config, precision, backend) if args.only == "ours" else PyTorchTrainer(config, precision, backend.device)
-    inputs, targets = random_batch(args, config, backend.device)
+    tokens = random_batch(args, config)
+    batch = tokens if args.only == "ours" else torch.from_numpy(tokens).to(backend.device)
     for _ in range(3):
-        trainer.step(inputs, targets)
+        trainer.step(*batch)
     if backend.kind == "cuda":
         return f"peak {torch.cuda.max_memory_reserved()} bytes"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

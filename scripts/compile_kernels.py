@@ -70,6 +70,8 @@ def recorded_launches(channels, forms=FORMS) -> dict:
             layer, acts = model.layers[0], model.acts
             model.ops.gelu_backward_inplace(acts["dfch"], layer.dfcb, layer.fch, acts, accumulate=False)  # as -r 0 does
             model.ops.matmul_dbias(layer.dfcb, acts["dfch"], acts, accumulate=False)  # as -ge 2 does
+            heads = [torch.empty(1, 2, 16, channels // 2, dtype=acts["dqkvr"].dtype) for _ in range(3)]
+            model.ops.pack_gradients(acts["dqkvr"], layer.dqkvb, heads, 2, acts, accumulate=False)  # a CPU's attention packs by itself
             for dloss in (1.0, None):  # GPT-2's vocabulary; the model's own is of bytes, as so much of it would be zeroed in vain
                 logits = torch.empty(1, 50304, dtype=model.params["wte"].dtype)
                 model.ops.fused_classifier_inplace(

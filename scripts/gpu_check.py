@@ -4,6 +4,7 @@
     python scripts/gpu_check.py                        up to 7.5 minutes; scripts/bench/gpu_<card>.json and .md
     python scripts/gpu_check.py --only steps compile   some sections
     python scripts/gpu_check.py --tune --only tune     which tile sizes and warps are fastest here
+    python scripts/gpu_check.py --llmc ../llm.c/train_gpt2cu   llm.c's own step beside ours
     python scripts/gpu_check.py --dry-run              the same code in seconds on a CPU, at sizes that measure nothing
 
 A section that fails is recorded with its last lines, and the others go on; what does not fit into the time is skipped, and the
@@ -27,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from llmc.backend import open_backend
-from llmc.kernels import operations
+from llmc.kernels import launch_problem
 from llmc.memory import plan as memory_plan
 from llmc.memory.plan import PlanOptions
-from scripts import gpu_kernels, gpu_steps
+from scripts import gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, device_is_lost, free_memory, last_lines, new_record
 from scripts.gpu_report import markdown, print_summary
 
@@ -42,8 +43,10 @@ class Run:
         self.args, self.backend, self.dry, self.prefix, self.sizes = args, backend, dry, prefix, DRY if dry else FULL
         self.deadline = time.monotonic() + 60 * args.minutes
         self.cuda = backend.kind == "cuda"
-        self.no_triton = triton_problem(backend)
+        self.no_triton = f"Triton's kernels: {why}" if (why := launch_problem(backend.device)) else ""
         self.kernels = "torch" if self.no_triton or args.kernels == "torch" else "triton"
+        self.graphs = True  # whether they work; a GPU's, see gpu_steps.why_no_graphs
+        self.generator = torch.Generator(backend.device).manual_seed(0)  # of its own: a capture that fails may leave torch's unusable
         self.rates = {}  # "copy" GB/s, "bf16" and "fp32" TFLOP/s
         self.step_ms = None  # of -r 0
         self.summary = {}
@@ -58,7 +61,7 @@ class Run:
         return self.left() >= (0 if self.dry else seconds)
 
     def random(self, *shape, dtype=BF16, scale=1.0):
-        return torch.empty(shape, dtype=dtype, device=self.backend.device).normal_(0, scale)
+        return torch.empty(shape, dtype=dtype, device=self.backend.device).normal_(0, scale, generator=self.generator)
 
     def options(self, config, B, T, **forms) -> PlanOptions:
         usual = dict(kernels=self.kernels, device=self.backend.kind, processors=self.backend.processors() or 132, recompute=0)
@@ -80,29 +83,19 @@ def files_of(prefix) -> tuple[Path, Path]:
     return Path(f"{prefix}.json"), Path(f"{prefix}.md")
 
 
-def triton_problem(backend) -> str:
-    """Why Triton's kernels do not run here; empty if they do."""
-    try:
-        scratch = {"norm_partials": torch.zeros(4, device=backend.device)}
-        operations(True).global_norm(torch.zeros(1, device=backend.device), torch.ones(64, device=backend.device), scratch, piece=64)
-        backend.synchronize()
-        return ""
-    except Exception as error:
-        return f"Triton's kernels do not run here: {last_lines(error, 2)}"
-
-
 # ----------------------------------------------------------------------------
 # sections
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: with less time left than this it is not begun."""
+    """seconds: with less time left than this it is not begun. on_device: whether it runs anything there, or reads what others found."""
 
     name: str
     title: str
     function: object
     seconds: float
+    on_device: bool = True
 
 
 # in order of value, in case time runs short
@@ -111,15 +104,20 @@ SECTIONS = (
     Section("ceilings", "What the device does at best", gpu_steps.ceilings, 5),
     Section("tests", "The project's own tests", gpu_steps.tests, 30),
     Section("steps", "A training step", gpu_steps.steps, 15),
-    Section("compile", "The same step in plain PyTorch", gpu_steps.compared, 45),
+    Section("compile", "The same step in plain PyTorch", gpu_compared.compared, 45),
+    Section("small_batches", "Small batches: graph, eager and torch.compile", gpu_compared.small_batches, 40),
+    Section("llmc", "llm.c itself, the same step", gpu_llmc.llmc, 20),
     Section("kernels", "Every kernel", gpu_kernels.kernels, 10),
+    Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
+    Section("larger", "Larger models", gpu_steps.larger, 25),
     Section("matmuls", "Matrix products", gpu_kernels.matmuls, 8),
     Section("attention", "Attention", gpu_kernels.attention, 8),
     Section("gelu_fusion", "GELU inside the matmul", gpu_kernels.gelu_fusion, 5),
-    Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
-    Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
+    Section("fp8", "FP8 matmuls against bf16", gpu_fp8.fp8, 10),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
-    Section("larger", "Larger models", gpu_steps.larger, 25),
+    Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
+    Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 45),
+    Section("goals", "Goals", gpu_goals.goals, 0, on_device=False),
 )
 
 
@@ -135,7 +133,11 @@ def run_sections(run, sections):
         else:
             run_section(run, section, record)
             if device_is_lost():
-                continue_in_new_process(run, section, [s for s in sections[i + 1 :] if s.name in wanted])
+                rest = [s for s in sections[i + 1 :] if s.name in wanted]
+                continue_in_new_process(run, section, [s for s in rest if s.on_device])
+                for s in (s for s in rest if not s.on_device):
+                    run.report["sections"][s.name] = new_record(s.title)
+                    run_section(run, s, run.report["sections"][s.name])
                 run.write()
                 return
         run.write()
@@ -167,7 +169,7 @@ def continue_in_new_process(run, section, rest):
     prefix = run.prefix.with_name(run.prefix.name + "_rest")
     command = [sys.executable, __file__, "--only", "ceilings", *(s.name for s in rest), "--output", prefix]
     command += ["--minutes", f"{max(0.1, run.left() / 60):.2f}", "--kernels", "torch" if section.name == "steps" else run.args.kernels]
-    command += ["--tune"] * run.args.tune + ["--dry-run"] * run.dry
+    command += ["--tune"] * run.args.tune + ["--dry-run"] * run.dry + ["--llmc", run.args.llmc] * bool(run.args.llmc)
     try:
         subprocess.run(command, stdout=subprocess.DEVNULL, timeout=max(10, run.left() + 30))
     except subprocess.TimeoutExpired:
@@ -200,6 +202,7 @@ def parse(argv):
     flag("--output", help="where the report goes, without .json and .md [scripts/bench/gpu_<card>; a dry run: a temporary folder]")
     flag("--only", nargs="+", metavar="SECTION", help=f"some sections of: {' '.join(names)}")
     flag("--tune", action="store_true", help="try other tile sizes and warps too; minutes, so best with --only tune")
+    flag("--llmc", metavar="PATH", help="llm.c's train_gpt2cu, built elsewhere: its steps beside ours")
     flag("--kernels", choices=("auto", "torch"), default="auto", help="torch: training steps without Triton's kernels [auto]")
     flag("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")
     args = parser.parse_args(argv)
@@ -208,6 +211,10 @@ def parse(argv):
     unknown = sorted(set(args.only or ()) - set(names))
     if unknown:
         parser.error(f"--only {unknown[0]}: there is no such section; expected some of {' '.join(names)}")
+    if args.llmc:
+        args.llmc = str(Path(args.llmc).resolve())
+        if not (os.path.isfile(args.llmc) and os.access(args.llmc, os.X_OK)):
+            parser.error(f"--llmc {args.llmc}: there is no program there; expected the path of llm.c's train_gpt2cu")
     if args.output:
         folder = Path(args.output).resolve().parent
         try:

@@ -22,6 +22,8 @@ class Sizes:
     """What is measured: the real thing, or what a dry run does in seconds.
 
     attention  (B, NH, T, HS) of each shape     larger  (name, config, batches to choose from, largest first)
+    small      batches that wait for the host more than for the device
+    warmup     at least 3 for graphs: the first step runs as it comes, the second is captured, the third shows that it replays
     """
 
     config: ModelConfig
@@ -34,13 +36,14 @@ class Sizes:
     steps: int
     attention: tuple
     larger: tuple
+    small: tuple
 
 
 D24, D48 = config_from_descriptor("d24"), config_from_descriptor("d48")
 FULL = Sizes(config_from_descriptor("d12"), 64, 1024, 1 << 30, 8192, 3, 20, 10, ((64, 12, 1024, 64), (16, 25, 1024, 64)),
-             (("d24", D24, (64, 48, 32, 24, 16, 8, 4, 2, 1)), ("d48", D48, (32, 24, 16, 12, 8, 4, 2, 1))))  # fmt: skip
+             (("d24", D24, (64, 48, 32, 24, 16, 8, 4, 2, 1)), ("d48", D48, (32, 24, 16, 12, 8, 4, 2, 1))), (4, 16))  # fmt: skip
 TINY = ModelConfig(max_seq_len=32, vocab_size=50, num_layers=1, num_heads=2, channels=32, padded_vocab_size=64)
-DRY = Sizes(TINY, 2, 8, 1 << 16, 64, 0, 1, 1, ((2, 2, 32, 32),), (("tiny", TINY, (2, 1)),))
+DRY = Sizes(TINY, 2, 8, 1 << 16, 64, 0, 1, 1, ((2, 2, 32, 32),), (("tiny", TINY, (2, 1)),), (1,))
 
 
 def random_tokens(config, B, T):

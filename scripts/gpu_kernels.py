@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from llmc.data.order import token_order
+from llmc.gpt2 import tensor_states
 from llmc.kernels import operations
-from llmc.layers.adamw import TensorState
 from llmc.layers.attention import attention_forward, attention_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.plan import MATMUL_WORKSPACE, TUNING, Plan, PlanOptions, classifier_rows, head_chunk_rows
-from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
+from llmc.memory.tables import num_parameters
+from llmc.rand import XorShift
 from scripts.gpu_common import FP32, Skip, attempt, measure, random_tokens, table, while_time
 
 SLOW, WEIGHTY = 0.70, 0.005  # below this share of the copy rate a kernel is flagged, if it takes this share of a step
@@ -58,7 +59,7 @@ KERNELS = (
     Kernel("layernorm_backward", "4*u + 8*n + 8*C", "2*L + 1"),
     Kernel("pack_gradients", "6*u + 6*C", "L"),
     Kernel("matmul_dbias", "4*u + 8*C", "L", when="-ge 2"),
-    Kernel("encoder_backward", "u + 20*n + 4*K*C + 2*T*C", "1"),
+    Kernel("encoder_backward", "u + 8*n + 4*K + 4*K*C + 2*T*C", "1"),
     Kernel("global_norm", "2*P", "1"),
     Kernel("global_norm", "4*P", "1", when="--grad-dtype fp32", forms=(("grad_dtype", "fp32"),)),
     Kernel("adamw_update", "28*P", "1"),
@@ -96,7 +97,7 @@ class Room:
         self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in wanted}
         inputs = random_tokens(s.config, s.B, s.T)[0]
         self.tokens, self.order = torch.from_numpy(inputs).to(device), token_order(inputs)
-        self.operations = vars(operations(kernels == "triton"))
+        self.operations = vars(operations(kernels))
 
     def x(self, width=1):
         return self.run.random(self.B, self.T, width * self.C)
@@ -131,25 +132,30 @@ class Room:
         return made
 
     def tensors(self):
-        states, start = [], 0
-        for p, shape in zip(PARAMETERS, parameter_shapes(self.config).values()):
-            n, layers = int(np.prod(shape)), shape[0] if p.per_layer else 1
-            states.append(TensorState(start, n, layers, p.decay, seed=12345 + start, last_seed=54321 + start))
-            start += n
-        return states
+        return tensor_states(self.config, XorShift(1), XorShift(2))
 
     def sets(self, kernel: Kernel, n_bytes):
-        """Calls of a kernel, each on inputs of its own, for measure(). None is restored: time does not depend on values."""
-        function = self.operations[kernel.operation]
+        """Calls of a kernel, each on inputs of its own, for measure(). None is restored: time does not depend on values.
+
+        Of an operation in halves, what is copied to the device has been copied: the calls are those of the half that launches.
+        """
+        function = self.operations["launch_" * (kernel.operation in STAGED) + kernel.operation]
         if kernel.when == AGAIN:
             function = partial(function, out_again=self.x(4))
         return [CALLS[kernel.operation](self, function) for _ in range(1 if n_bytes > 2e9 else 2)]
 
 
-# operation -> a call of the function f on the inputs of room r
+# operation in halves -> its first half, on the inputs of room r; what that gives the second
+STAGED = {
+    "encoder_backward": lambda r: r.operations["stage_encoder_backward"](r.order, 12345, r.scratch),
+    "adamw_update": lambda r: r.operations["stage_adamw_update"](r.tensors(), r.scratch, lr=1e-4, weight_decay=0.1, step=3),
+}
+# operation -> a call of the function f, or of its second half, on the inputs of room r
 CALLS = {
     "encoder_forward": lambda r, f: partial(f, r.x(), r.tokens, r.wte(), r.wpe()),
-    "encoder_backward": lambda r, f: partial(f, r.wte(), r.wpe(), r.x(), r.tokens, r.order, r.scratch, seed=12345, accumulate=False),
+    "encoder_backward": lambda r, f: partial(
+        f, r.wte(), r.wpe(), r.x(), r.tokens, STAGED["encoder_backward"](r), r.scratch, accumulate=False,
+    ),
     "layernorm_forward": lambda r, f: partial(f, r.x(), r.stat(), r.stat(), r.x(), r.vector(), r.vector(), r.scratch),
     "residual_layernorm_forward": lambda r, f: partial(f, r.x(), r.x(), r.stat(), r.stat(), r.x(), r.vector(), r.vector(), r.scratch),
     "layernorm_normalize": lambda r, f: partial(f, r.x(), r.x(), r.stat(), r.stat(), r.vector(), r.vector(), r.scratch),
@@ -169,9 +175,7 @@ CALLS = {
     "global_norm": lambda r, f: partial(
         f, r.scratch["grad_norm"], r.flat()["gradients"], r.scratch, piece=TUNING[r.options.device].update_elements,
     ),
-    "adamw_update": lambda r, f: partial(
-        f, r.flat(), r.tensors(), r.scratch, lr=1e-4, weight_decay=0.1, step=3, grad_norm=r.scratch["grad_norm"],
-    ),
+    "adamw_update": lambda r, f: partial(f, r.flat(), STAGED["adamw_update"](r), r.scratch, grad_norm=r.scratch["grad_norm"]),
 }  # fmt: skip
 
 
@@ -224,8 +228,9 @@ def matmuls(run, record):
 
 
 def attention(run, record):
-    kinds = ("flash", "cudnn", "efficient") if run.cuda else ("cpu",)
-    cases = [(shape, kind) for shape in run.sizes.attention for kind in kinds]
+    if not run.cuda:
+        raise Skip("these kernels are a GPU's, and there is no CUDA device")
+    cases = [(shape, kind) for shape in run.sizes.attention for kind in ("flash", "cudnn", "efficient")]
     for (B, NH, T, HS), kind in while_time(run, record, cases, 5):
         C, label = NH * HS, f"{kind}, B={B} NH={NH} T={T}"
         with attempt(record, label):
@@ -321,6 +326,8 @@ def tune(run, record):
                     if not run.has(5):
                         break
                     with attempt(record, f"{kernel.name}, {name} {value}"), constants(room, {**now, (module, name): value}):
+                        if kernel.operation in STAGED:  # what lies on the device depends on the constants
+                            STAGED[kernel.operation](room)
                         times[value], _ = measure(run, *sets)
                         table(record, "all").append({"kernel": kernel.name, "constant": name, "value": value, "ms": times[value]})
                 value = min(times, key=times.get, default=None)

@@ -2,9 +2,14 @@
 
 import re
 
-PERCENT = ("spread", "of copy", "of step", "of matmul", "forward of matmul", "backward of matmul", "MFU", "share")
-TENTHS = ("of step", "spread", "share", "MFU")  # of a percent
-WHOLE = ("tokens/s", "GB/s", "MB", "planned MiB", "measured MiB", "launches", "set-up s")
+PERCENT = (
+    "spread", "our spread", "of copy", "of step", "gain of a step", "of matmul", "forward of matmul", "backward of matmul", "MFU",
+    "llm.c MFU", "share",
+)  # fmt: skip
+TENTHS = ("of step", "gain of a step", "spread", "our spread", "share", "MFU", "llm.c MFU")  # of a percent
+WHOLE = (
+    "tokens/s", "ours tokens/s", "llm.c tokens/s", "GB/s", "MB", "planned MiB", "measured MiB", "reserved MiB", "launches", "set-up s",
+)  # fmt: skip
 DRY_NOTICE = "**This was a dry run on a CPU, at tiny sizes: none of its numbers mean anything about a GPU.**"
 
 
@@ -66,5 +71,5 @@ def print_summary(run):
     for row in summary_rows(run.report):
         print(f"{row.pop(''):44}", "  ".join(cell(k, v) if k == "value" else f"{k} {cell(k, v)}" for k, v in row.items()))
     for name, s in run.report["sections"].items():
-        print(f"{name:12} {s['status']:8} {s['seconds']:6.1f} s  {s['reason'].splitlines()[-1] if s['reason'] else ''}")
+        print(f"{name:14} {s['status']:8} {s['seconds']:6.1f} s  {s['reason'].splitlines()[-1] if s['reason'] else ''}")
     print(f"report: {run.prefix}.json and {run.prefix}.md")

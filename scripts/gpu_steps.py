@@ -1,4 +1,4 @@
-"""Sections of gpu_check.py: what it ran on, the tests, training steps beside plain PyTorch's, and where a step's time goes."""
+"""Sections of gpu_check.py: what it ran on, the tests, training steps, and where a step's time goes."""
 
 import os
 import re
@@ -18,19 +18,22 @@ import torch
 
 from llmc.cards import RESERVE
 from llmc.data.order import token_order
+from llmc.flags import parse
 from llmc.gpt2 import GPT2
+from llmc.graphs import Graphs
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
-from scripts.bench_pytorch import PyTorchTrainer
+from llmc.request import check_graphs
 from scripts.gpu_common import (
-    BF16, FP32, REPO, attempt, free_memory, last_lines, measure, random_tokens, summarize, table, time_each, while_time,
+    BF16, FP32, REPO, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
 )  # fmt: skip
 
 TEST_FILES = ("tests/test_cuda.py", "tests/test_cublaslt.py", "tests/test_kernels.py")
-TEST_SECONDS = 150
-STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB")  # of a step, in the summary
+TEST_SECONDS, TEST_SHARE = 150, 0.3  # of the time that is left
+STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, in the summary
+EAGER = "-r 0, without graphs"
 
 
 def facts(run, record):
@@ -102,7 +105,7 @@ def tests(run, record):
         run.summary["tests"] = f"{len(names)} collected"
         return
     processes = max(1, min(8, (os.cpu_count() or 2) // 2))
-    limit = min(TEST_SECONDS, 0.35 * run.left())
+    limit = min(TEST_SECONDS, TEST_SHARE * run.left())
     texts = pytest_outputs([["-v", "--tb=short", *names[i::processes]] for i in range(processes)], limit)
     record["notes"].append(f'pytest -m "gpu or kernels" {" ".join(files)}, in {processes} processes at once, stopped after {limit:.0f} s')
     report_tests(record, names, "\n".join(texts))
@@ -153,11 +156,23 @@ def report_tests(record, names, text):
 # ---- training steps
 
 
-def our_step(run, config, B, T, **forms):
-    """(a step as training takes it, its plan). Weights are random, and the same for every form of them."""
-    model = GPT2(Plan(run.options(config, B, T, **forms)), run.backend.device)
-    torch.manual_seed(0)
-    model.flat["parameters"].normal_(0, 0.02)
+def why_no_graphs(run, options) -> str:
+    """Why a step of these options does not run as graphs here; empty if it does, as in the program."""
+    if not run.graphs:
+        return "graphs did not work here"
+    return "" if check_graphs(parse([]), options) else "graphs are for a GPU with Triton's kernels, and without --offload-residual"
+
+
+def our_step(run, config, B, T, graphs=True, **forms):
+    """(a step as the program takes it, its plan). Weights are random, and the same for every form of them.
+
+    The first step runs as it comes, the second is captured, and from then on graphs are replayed; never so if not `graphs`.
+    """
+    plan = Plan(run.options(config, B, T, **forms))
+    with_graphs = graphs and not why_no_graphs(run, plan.options)
+    model = GPT2(plan, run.backend.device, graphs=Graphs() if with_graphs else None)
+    generator = torch.Generator(run.backend.device).manual_seed(0)
+    model.flat["parameters"].normal_(0, 0.02, generator=generator)
     for p in PARAMETERS:
         if p.init in ("ones", "zeros"):
             model.params[p.name].fill_(float(p.init == "ones"))
@@ -166,63 +181,43 @@ def our_step(run, config, B, T, **forms):
     order, number = token_order(inputs), count(1)  # the loader sorts ahead of time
 
     def step():
-        model.forward(inputs)
-        model.backward(targets, order=order)
-        model.update(1e-4, 0.1, next(number), model.grad_norm())
-        return model.mean_loss()
+        model.train(inputs, targets, 1, 0, order)
+        norm = model.grad_norm()
+        reading = run.backend.read_later(model.acts["loss_sum"], norm)
+        model.update(1e-4, 0.1, next(number), norm)
+        return reading()[0] / model.tokens(1)
 
     return step, model.plan
 
 
-def torch_step(run, record, config, B, T, **options):
-    """(a step of plain PyTorch, how it runs): compiled, or eager where that does not work or is not tried."""
-    inputs, targets = torch.from_numpy(random_tokens(config, B, T)).to(run.backend.device)
-
-    def build(compiled):
-        trainer = PyTorchTrainer(config, "bf16", run.backend.device, compiled=compiled, **options)
-
-        def step():
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
-            try:
-                return trainer.step(inputs, targets)
-            finally:
-                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-        step()
-        return step
-
-    why = "a dry run does not wait for a compiler"
-    if not run.dry:
-        try:
-            torch.compiler.reset()
-            return build(True), "torch.compile"
-        except Exception as error:
-            why = last_lines(error, 4)
-    note = f"plain PyTorch ran eagerly, not under torch.compile: {why}"
-    if note not in record["notes"]:
-        record["notes"].append(note)
-    return build(False), "eager"
+def warm_up(run, step) -> list[float]:
+    """The losses of as many steps as it takes until each is like the one before."""
+    return [step() for _ in range(run.sizes.warmup)]
 
 
 def measure_steps(run, step) -> tuple[float, float, float]:
     """(median ms, spread, loss of the last) after warming up."""
-    losses = [step() for _ in range(run.sizes.warmup)]
+    losses = warm_up(run, step)
     ms, spread = summarize(time_each(run.backend, [lambda: losses.append(step())] * run.sizes.steps))
     return ms, spread, losses[-1]
 
 
 @contextmanager
 def measured_peak(run):
-    """A dictionary that has, afterwards, the allocator's peak in MiB of what was inside."""
-    found = {"measured MiB": None}
+    """A dictionary that has, afterwards, the allocator's peaks in MiB of what was inside: of what was in use, and of what it held.
+
+    A replayed graph allocates nothing: the step before and the capture must be inside too.
+    """
+    found = {"measured MiB": None, "reserved MiB": None}
     if not run.cuda:
         yield found
         return
     free_memory()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     yield found
-    found["measured MiB"] = (torch.cuda.max_memory_allocated() - before) / MIB
+    found["measured MiB"] = (torch.cuda.max_memory_allocated() - used) / MIB
+    found["reserved MiB"] = (torch.cuda.max_memory_reserved() - reserved) / MIB
 
 
 def speed(run, config, B, T, ms) -> dict:
@@ -251,56 +246,46 @@ def measure_forms(run, record, runs):
 def steps(run, record):
     if run.kernels == "triton":
         record["notes"].append("with Triton's kernels")
-    measure_forms(run, record, [(f"-r {level}", {"recompute": level}) for level in (0, 1, 2)])
-    rows = table(record, "")
+    rows, why = table(record, ""), why_no_graphs(run, run.options(run.sizes.config, run.sizes.B, run.sizes.T))
+    measure_forms(run, record, [("-r 0", {}), (EAGER, {"graphs": False})][: 1 if why else 2])
+    if why:
+        record["not_run"].append(f"{EAGER}: {why}, so no row is with graphs")
+    else:
+        record["notes"].append("as CUDA graphs, but for the row that says otherwise")
+    if [row["run"] for row in rows] == [EAGER]:
+        run.graphs = False
+        record["notes"].append("the step with graphs failed: this and all below is without")
+    if rows:
+        measure_forms(run, record, [(f"-r {level}", {"recompute": level}) for level in (1, 2)])
     if not rows and run.kernels == "triton":
         run.kernels = "torch"
         record["notes"].append("no step with Triton's kernels succeeded: this and all below is with torch's operations")
         measure_forms(run, record, [("-r 0, torch's operations", {})])
     for row in rows:
         if row["run"].startswith("-r 0"):
-            run.step_ms = row["ms"]
+            run.step_ms = run.step_ms or row["ms"]
         run.summary[f"ours {row['run']}"] = {key: row[key] for key in STEP_FIGURES}
-    same = len({row["loss"] for row in rows}) == 1
+    losses = {row["run"]: row["loss"] for row in rows}
+    if {"-r 0", EAGER} <= losses.keys():
+        run.summary["loss with and without graphs"] = "the same number" if losses["-r 0"] == losses[EAGER] else "NOT the same number"
+    same = len(set(losses.values())) == 1
     record["notes"].append(f"the loss after the last step is {'the same number' if same else 'NOT the same number'} in every row")
 
 
 def more_steps(run, record):
-    forms = [("-r 0, torch's operations", {"kernels": "torch"}), ("-r 0, cudnn attention", {"attention": "cudnn"})]
-    forms += [(f"-r {level}", {"recompute": level}) for level in NOT_KEPT if level > 2]
+    forms = [
+        (f"-r {level}", {"recompute": level}) for level in sorted(range(3, len(NOT_KEPT)), key=lambda level: level != 5)
+    ]  # 5 has a goal
     forms += [("-r 0 -ge 1", {"gelu_fusion": 1}), ("-r 0 -ge 2", {"gelu_fusion": 2})]
+    forms += [("-r 0, cudnn attention", {"attention": "cudnn"}), ("-r 0, torch's operations", {"kernels": "torch"})]
     if not run.cuda:
         record["not_run"].append("cudnn attention, -ge 1 and -ge 2: there is no CUDA device")
         forms = [(label, form) for label, form in forms if form.keys() <= {"kernels", "recompute"}]
     measure_forms(run, record, forms)
 
 
-def compared(run, record):
-    """Ours and plain PyTorch in turn, in the same minute: a drift of the card's clocks shows in the last column."""
-    s = run.sizes
-    ours = {level: our_step(run, s.config, s.B, s.T, recompute=level)[0] for level in (0, 2)}
-    variants = (("autocast to bf16, fp32 weights", {}), ("bf16 weights and optimizer state", {"bf16_weights": True}))
-    for label, options in while_time(run, record, variants, 45, name=lambda v: v[0]):
-        with attempt(record, label):
-            with measured_peak(run) as peak:
-                start = time.monotonic()
-                theirs, how = torch_step(run, record, s.config, s.B, s.T, **options)
-                set_up = time.monotonic() - start
-                first, _, _ = measure_steps(run, ours[0])
-                ms, spread, loss = measure_steps(run, theirs)
-            second, (again, _, _) = measure_steps(run, ours[2])[0], measure_steps(run, ours[0])
-            row = {"plain PyTorch": f"{how}, {label}", "ms": ms, "spread": spread} | speed(run, s.config, s.B, s.T, ms) | peak
-            row |= {"set-up s": set_up, "loss": loss, "ours -r 0 ms": first, "ours -r 2 ms": second, "ours -r 0 again ms": again}
-            row |= {"ratio -r 0": (first + again) / 2 / ms, "ratio -r 2": second / ms}
-            table(record, "").append(row)
-            keys = ("ms", "tokens/s", "MFU", "measured MiB", "ratio -r 0", "ratio -r 2")
-            run.summary[row["plain PyTorch"]] = {key: row[key] for key in keys}
-            del theirs
-    record["notes"].append("ratios are our time over PyTorch's: below 1, ours is faster")
-
-
 def larger(run, record):
-    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. One of them in plain PyTorch too."""
+    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2."""
     s = run.sizes
     for name, config, batches in while_time(run, record, s.larger, 30, name=lambda x: x[0]):
         budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
@@ -317,14 +302,6 @@ def larger(run, record):
             row = step_row(run, label, config, B, s.T, recompute=level)
             table(record, "").append(row)
             run.summary[f"ours {label}"] = {key: row[key] for key in STEP_FIGURES}
-    name, config, batches = s.larger[0]
-    B = next(b for b in batches if b <= 16)
-    for label in while_time(run, record, [f"{name} -b {B} in plain PyTorch"], 75):
-        with attempt(record, label), measured_peak(run) as peak:
-            step, how = torch_step(run, record, config, B, s.T)
-            ms, spread, loss = measure_steps(run, step)
-            row = {"run": f"{name} -b {B}, {how}", "ms": ms, "spread": spread} | speed(run, config, B, s.T, ms) | {"planned MiB": None}
-            table(record, "").append(row | peak | {"loss": loss})
 
 
 # ---- profile
@@ -345,9 +322,8 @@ def our_kernels() -> set[str]:
 
 def profile(run, record):
     s, device = run.sizes, "CUDA" if run.cuda else "CPU"
-    step, _ = our_step(run, s.config, s.B, s.T)
-    for _ in range(s.warmup):
-        step()
+    step, _ = our_step(run, s.config, s.B, s.T, graphs=False)
+    warm_up(run, step)
     with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device)]) as result:
         step()
         run.backend.synchronize()
@@ -367,4 +343,6 @@ def profile(run, record):
             kernel = {"kernel": name[:100]} if name else {}
             rows.append({"kind": group} | kernel | {"calls": calls, "ms": us / 1e3, "share": us / max(whole, 1e-9)})
     what = "kernels" if run.cuda else "torch operators, nested ones counted twice"
-    record["notes"].append(f"{whole / 1e3:.3f} ms of {what} in one step at -r 0")
+    record["notes"].append(
+        f"{whole / 1e3:.3f} ms of {what} in one step at -r 0, without graphs; python scripts/profile.py gives it stage by stage"
+    )

@@ -132,9 +132,9 @@ def test_the_largest_batch_is_found_beyond_one_that_does_not_fit():
 
 
 def test_not_even_one_sequence_is_not_enough_memory():
-    o = PlanOptions(ODD, 9, 7, recompute=2)
+    o = PlanOptions(D12, 9, 1024, recompute=2)
     budget = total(o, B=1) - 1
-    with pytest.raises(NotEnoughMemory, match="-b 1 -t 7") as caught:
+    with pytest.raises(NotEnoughMemory, match="-b 1 -t 1024") as caught:
         choose_batch(o, budget, 36)
     assert caught.value.options == replace(o, B=1)
     assert caught.value.budget_bytes == budget
@@ -381,7 +381,7 @@ def test_auto_leaves_a_reserve_of_what_is_free_and_none_of_what_is_said(monkeypa
 # ----------------------------------------------------------------------------
 # real runs of the tiny model
 
-SIZES = "-t 32 -g 32 -l 3e-3 --precision fp32"
+SIZES = "-t 32 -g 32 -l 3e-3 --precision fp32 --kernels torch"
 TINY = PlanOptions(CONFIG, 4, 32, precision="fp32", sample_length=32)
 
 

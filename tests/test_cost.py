@@ -82,7 +82,7 @@ def test_flops_are_those_of_a_walk_through_the_step(level, L):
 @every_level
 @pytest.mark.parametrize("L", [3, 7])
 def test_flops_are_those_that_a_real_model_runs(level, L):
-    """torch counts the matmuls of a step as they happen; attention, which it does not know on a CPU, by the stages that ran."""
+    """torch counts the matmuls of a step as they happen; of attention, which computes more than the causal half, the stages that ran."""
     config = replace(CONFIG, num_layers=L)
     o = PlanOptions(config, 2, 16, precision="fp32", recompute=level, head_chunk=10, device="cpu")  # 32 rows: chunks of 10 and a rest
     B, T, C, _, _ = sizes(o)
@@ -91,7 +91,8 @@ def test_flops_are_those_that_a_real_model_runs(level, L):
     def counted(run):
         def counting(layer):
             ran[run.__name__] += 1
-            run(layer)
+            if not run.__name__.startswith("_attention"):
+                run(layer)
 
         return counting
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,15 @@ import torch
 
 from llmc.backend import Backend
 from llmc.config import config_from_descriptor
-from scripts import gpu_check
+from llmc.data.shards import open_shard
+from llmc.graphs import Graphs
+from llmc.memory import plan as memory_plan
+from scripts import gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_check import SECTIONS, Section
-from scripts.gpu_common import Skip, attempt, new_record, table, while_time
-from scripts.gpu_kernels import CALLS, KERNELS, Room, evaluate, letters
+from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
+from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
 from scripts.gpu_report import DRY_NOTICE
-from scripts.gpu_steps import our_kernels, pytest_outputs, report_tests
+from scripts.gpu_steps import EAGER, our_kernels, our_step, pytest_outputs, report_tests
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -50,7 +54,7 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert section["status"] in ("ran", "skipped"), (name, section["errors"])
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
-    assert {"gelu_fusion", "tune"} <= skipped and not {"facts", "steps", "compile", "matmuls", "profile", "larger"} & skipped
+    assert skipped - {"kernels"} == {"llmc", "attention", "gelu_fusion", "fp8", "tune"}
 
 
 def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):
@@ -62,7 +66,8 @@ def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):
         assert f"## {section['title']}" in text
         if section["status"] == "skipped":
             assert f"- {section['title']}: skipped, {section['reason']}" in beginning
-    for head in ("| what | ms |", "| run | ms |", "| plain PyTorch | ms |", "| matmul | which |", "| attention | forward ms |", "| kind |"):
+    for head in ("| what | ms |", "| run | ms |", "| plain PyTorch | ms |", "| matmul | which |", "| kind |",
+                 "| -b | run | ms |", "| goal | at least | measured | result |"):  # fmt: skip
         assert head in rest
 
 
@@ -85,6 +90,7 @@ def test_without_triton_its_sections_are_skipped_with_the_reason(tmp_path):
     for name in ("kernels", "tune"):
         assert sections[name]["status"] == "skipped" and "no triton in this environment" in sections[name]["reason"]
     assert sections["steps"]["status"] == "ran" and len(sections["steps"]["tables"][""]) == 3
+    assert sections["steps"]["not_run"][0].startswith(f"{EAGER}: graphs are for a GPU with Triton's kernels")
     assert sections["profile"]["reason"] == "not among the sections of --only"
 
 
@@ -94,6 +100,7 @@ def test_without_triton_its_sections_are_skipped_with_the_reason(tmp_path):
         (["--minutes", "0"], "error: --minutes 0: expected more than 0"),
         (["--only", "nothing"], "error: --only nothing: there is no such section"),
         (["--output", "/proc/nowhere/report"], "error: --output /proc/nowhere/report: cannot be written, "),
+        (["--llmc", "/nowhere/train_gpt2cu"], "error: --llmc /nowhere/train_gpt2cu: there is no program there"),
         (["--wrong"], "error: unrecognized arguments: --wrong"),
     ],
 )
@@ -129,9 +136,10 @@ def test_bytes_are_those_counted_by_hand(d12, name, n_bytes, launches):
 
 
 def test_every_operation_of_the_kernels_is_measured():
-    from llmc.layers import torch_operations
+    pytest.importorskip("triton")
+    from llmc.kernels.operations import triton_operations
 
-    assert {k.operation for k in KERNELS} == set(CALLS) == set(torch_operations())
+    assert {k.operation for k in KERNELS} == set(CALLS) == set(triton_operations())
 
 
 # ---- running sections
@@ -140,8 +148,8 @@ def test_every_operation_of_the_kernels_is_measured():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of nothing yet, on the CPU, with much time."""
-    monkeypatch.setattr(gpu_check, "triton_problem", lambda backend: "not asked here")
-    args = SimpleNamespace(minutes=60, only=None, tune=False, kernels="auto")
+    monkeypatch.setattr(gpu_check, "launch_problem", lambda device: "not asked here")
+    args = SimpleNamespace(minutes=60, only=None, tune=False, kernels="auto", llmc=None)
     return gpu_check.Run(args, Backend(torch.device("cpu"), "cpu", "a CPU"), True, tmp_path / "report")
 
 
@@ -197,12 +205,317 @@ def test_after_a_lost_device_a_new_process_runs_the_rest(run, monkeypatch):
     lost = iter([False, True])
     monkeypatch.setattr(gpu_check, "device_is_lost", lambda: next(lost))
     by_name = {s.name: s for s in SECTIONS}
-    sections = [by_name["facts"], Section("bad", "Bad", working, 0), by_name["matmuls"]]
+    sections = [by_name["facts"], Section("bad", "Bad", working, 0), by_name["matmuls"], by_name["goals"]]
     gpu_check.run_sections(run, sections)
     report = report_at(run.prefix)[0]
+    assert list(report["sections"]) == ["facts", "bad", "matmuls", "goals"] and report["sections"]["goals"]["status"] == "ran"
     assert "in a new process" in report["sections"]["bad"]["notes"][0]
     assert report["sections"]["matmuls"]["status"] == "ran" and len(report["sections"]["matmuls"]["tables"][""]) == 20
     assert sorted(p.name for p in run.prefix.parent.iterdir()) == ["report.json", "report.md"]
+
+
+# ---- training steps and graphs
+
+
+def replayed_on_a_cpu(monkeypatch):
+    """Graphs that run the captured work again; the names of all they were given."""
+    asked = []
+
+    class Stub(Graphs):
+        def __init__(self):
+            super().__init__(lambda work, pool: SimpleNamespace(replay=work), "pool")
+
+        def run(self, name, work):
+            asked.append(name)
+            super().run(name, work)
+
+    monkeypatch.setattr(gpu_steps, "Graphs", Stub)
+    for module in (gpu_steps, gpu_compared):
+        monkeypatch.setattr(module, "why_no_graphs", lambda run, options: "" if run.graphs else "graphs did not work here")
+    return asked
+
+
+def test_a_step_with_graphs_is_the_program_s_and_its_losses_are_those_without(run, monkeypatch):
+    """Three steps: one as it comes, one captured, one replayed."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(memory_plan, "COLUMN_PARTIALS", 2)
+    monkeypatch.setattr(memory_plan, "NORM_PARTIALS", 2)
+    monkeypatch.setattr("llmc.kernels.adamw.ELEMENTS", 8192)  # fewer turns of its loop to interpret
+    run.kernels, asked, losses = "triton", replayed_on_a_cpu(monkeypatch), {}
+    with torch.no_grad():
+        for graphs in (True, False):
+            step, _ = our_step(run, TINY, 1, 4, graphs=graphs)
+            losses[graphs] = [step() for _ in range(3)]
+    assert asked == ["micro-step of 1, writing", "norm", "update"] * 3
+    assert losses[True] == losses[False] and losses[True][2] < losses[True][0] and 3 < losses[True][0] < 5
+
+
+def test_the_warm_up_is_long_enough_to_capture_and_replay():
+    assert FULL.warmup >= 3
+
+
+def test_graphs_are_left_out_where_the_program_leaves_them_out(run):
+    card = dict(device="cuda", kernels="triton")
+    assert gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **card)) == ""
+    for forms in (card | {"kernels": "torch"}, card | {"offload_residual": True}, card | {"device": "cpu"}):
+        assert "graphs are for a GPU" in gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **forms))
+    run.graphs = False
+    assert gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **card)) == "graphs did not work here"
+
+
+def test_peaks_are_what_was_added_to_what_was_there(run, monkeypatch):
+    mib = 1 << 20
+    for name, value in dict(memory_allocated=5, memory_reserved=7, max_memory_allocated=25, max_memory_reserved=47).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value * mib)
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    run.cuda = True
+    with gpu_steps.measured_peak(run) as peak:
+        pass
+    assert peak == {"measured MiB": 20, "reserved MiB": 40}
+
+
+def fake_rows(monkeypatch, losses, failing=()):
+    """Rows of steps that take no time; `failing` with graphs."""
+
+    def step_row(run, label, config, B, T, graphs=True, **forms):
+        if run.graphs and graphs and label in failing:
+            raise RuntimeError("the update cannot be captured")
+        figures = dict.fromkeys(gpu_steps.STEP_FIGURES, 1.0)
+        return {"run": label} | figures | {"ms": 100.0 if graphs else 200.0, "loss": losses.get(label, 4.0)}
+
+    monkeypatch.setattr(gpu_steps, "step_row", step_row)
+    replayed_on_a_cpu(monkeypatch)
+
+
+@pytest.mark.parametrize("loss, said", [(4.0, "the same number"), (4.5, "NOT the same number")])
+def test_a_row_without_graphs_stands_beside_and_the_report_says_whether_its_loss_is_the_same(run, monkeypatch, loss, said):
+    fake_rows(monkeypatch, {EAGER: loss})
+    record = new_record("")
+    gpu_steps.steps(run, record)
+    assert [row["run"] for row in record["tables"][""]] == ["-r 0", EAGER, "-r 1", "-r 2"]
+    assert run.summary["loss with and without graphs"] == said and f"is {said} in every row" in record["notes"][-1]
+    assert run.step_ms == 100.0 and {"ours -r 0", f"ours {EAGER}", "ours -r 2"} <= run.summary.keys()
+
+
+def test_where_graphs_fail_the_rest_runs_without(run, monkeypatch):
+    fake_rows(monkeypatch, {}, failing=("-r 0", "-r 1", "-r 2"))
+    record = new_record("")
+    gpu_steps.steps(run, record)
+    assert [row["run"] for row in record["tables"][""]] == [EAGER, "-r 1", "-r 2"] and not run.graphs
+    assert record["errors"][0]["what"] == "-r 0" and "this and all below is without" in record["notes"][1]
+    assert run.step_ms == 200.0
+
+
+def test_small_batches_are_measured_in_turn_and_compared_with_pytorch(run, monkeypatch):
+    replayed_on_a_cpu(monkeypatch)
+    calls, ms = [], {"graph": 4.0, "eager": 9.0, "theirs": 8.0}
+
+    def time_each(backend, steps):
+        before = len(calls)
+        for step in steps:
+            step()
+        return [ms[name] for name in calls[before:]]
+
+    def step_of(name):
+        return lambda: calls.append(name) or 3.5
+
+    monkeypatch.setattr(gpu_compared, "time_each", time_each)
+    monkeypatch.setattr(gpu_compared, "our_step", lambda run, config, B, T, graphs=True: (step_of("graph" if graphs else "eager"), None))
+    monkeypatch.setattr(gpu_compared, "torch_step", lambda run, record, config, B, T: (step_of("theirs"), "torch.compile"))
+    record = new_record("")
+    gpu_compared.small_batches(run, record)
+    assert calls == ["graph", "eager", "theirs"] * gpu_compared.ROUNDS
+    rows = {row["run"]: row for row in record["tables"][""]}
+    assert {name: row["ratio"] for name, row in rows.items()} == {"graph": 0.5, "eager": 1.125, "torch.compile": 1.0}
+    assert rows["graph"]["-b"] == 1 and rows["graph"]["tokens/s"] == 8 / 4e-3 and rows["graph"]["loss"] == 3.5
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_of_an_operation_in_halves_only_the_launch_is_timed(run, name, monkeypatch):
+    pytest.importorskip("triton")
+    from llmc.kernels import adamw, door, encoder
+
+    copied, launched = count(), []
+    for module in (adamw, encoder):
+        monkeypatch.setattr(module, "copy_in", lambda out, values: next(copied))
+    monkeypatch.setattr(door, "launch", lambda *args, **constants: launched.append(args))
+    [call, _] = Room(run, "triton").sets(next(k for k in KERNELS if k.operation == name), 0)
+    staged = next(copied)
+    call()
+    assert staged > 0 and next(copied) == staged + 1 and launched
+
+
+def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run, monkeypatch):
+    shifts = count()
+
+    def gradients(datty, qkvr, atty, lse, NH, kind):
+        return [datty + (next(shifts) if kind == "cudnn" else 0)]
+
+    monkeypatch.setattr(gpu_kernels, "attention_forward", lambda atty, lse, qkvr, NH, kind: atty.copy_(qkvr[..., : atty.shape[2]]))
+    monkeypatch.setattr(gpu_kernels, "attention_gradients", gradients)
+    with pytest.raises(Skip, match="no CUDA device"):
+        gpu_kernels.attention(run, new_record(""))
+    run.cuda, record = True, new_record("")
+    with torch.no_grad():
+        gpu_kernels.attention(run, record)
+    assert not record["errors"]
+    found = {row["attention"].split(",")[0]: row["backward repeats its bits"] for row in record["tables"][""]}
+    assert found == {"flash": "yes", "cudnn": "no", "efficient": "yes"}
+
+
+# ---- llm.c
+
+
+LLMC = """#!{python}
+import sys
+from pathlib import Path
+words = sys.argv[1:]
+options = dict(zip(words[::2], words[1::2]))
+with open({log!r}, "a") as log:
+    print(" ".join(words), Path(options["-i"]).stat().st_size, file=log)
+for step in range(1, {steps} + 1):
+    print("step %4d/%d | loss %7.6f (%+.2fz)| norm %6.4f (%+.2fz)| lr %.2e | %.2f ms | %.1f%% bf16 MFU | %.0f tok/s" % (
+        step, 15, 11.0, float("nan"), 13.0, float("nan"), 3e-4, 900.0 if step < 6 else 123.45 + step, -100.0, 5e5))
+print("CUDA out of memory in the attention")
+sys.exit({status})
+"""
+
+
+def fake_llmc(tmp_path, steps=15, status=0):
+    path, log = tmp_path / "train_gpt2cu", tmp_path / "log"
+    path.write_text(LLMC.format(python=sys.executable, log=str(log), steps=steps, status=status))
+    path.chmod(0o755)
+    return str(path), log
+
+
+def test_llm_c_s_steps_stand_beside_ours(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_llmc, "measure_steps", lambda run, step: (66.725, 0.0, 4.0))
+    run.args.llmc, log = fake_llmc(tmp_path)
+    record = new_record("")
+    with torch.no_grad():
+        gpu_llmc.llmc(run, record)
+    rows = record["tables"][""]
+    assert [row["run"] for row in rows] == ["-r 0", "-r 1", "-r 2"] and not record["errors"]
+    assert rows[0]["llm.c ms"] == pytest.approx(133.95)  # steps 6 to 15: 129.45 to 138.45
+    assert rows[0]["ratio"] == pytest.approx(66.725 / 133.95) and rows[0]["llm.c tokens/s"] == pytest.approx(16 / 0.13395)
+    [line, _, last] = log.read_text().splitlines()
+    words = line.split()
+    assert "-e d12 -b 2 -t 8 -d 16 -x 15 -v 1000 -m 1 -s 0 -h 0 -r 0" in line and "-r 2" in last
+    assert int(words[-1]) == 1024 + 2 * (16 * 16 + 1) and not Path(words[1]).exists()  # a whole shard, and gone
+
+
+def test_the_shard_for_llm_c_is_one(run, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(gpu_llmc, "measure_steps", lambda run, step: (1.0, 0.0, 4.0))
+    monkeypatch.setattr(gpu_llmc, "run_program", lambda run, shard, level: seen.append(len(open_shard(shard))) or "")
+    run.args.llmc, record = "not run", new_record("")
+    with torch.no_grad():
+        gpu_llmc.llmc(run, record)
+    assert seen == [16 * 16 + 1] * 3 and "it printed no step that counts" in record["errors"][0]["lines"]
+
+
+@pytest.mark.parametrize(
+    "steps, status, said", [(15, 3, "ended with status 3"), (0, 0, "it printed no step"), (5, 0, "it printed no step")]
+)
+def test_a_program_of_llm_c_s_that_fails_or_prints_no_step_leaves_its_last_lines(run, tmp_path, monkeypatch, steps, status, said):
+    monkeypatch.setattr(gpu_llmc, "measure_steps", lambda run, step: (1.0, 0.0, 4.0))
+    run.args.llmc, _ = fake_llmc(tmp_path, steps, status)
+    with torch.no_grad():
+        gpu_check.run_sections(run, [Section("llmc", "llm.c", gpu_llmc.llmc, 0)])
+    record = run.report["sections"]["llmc"]
+    assert record["status"] == "failed" and [e["what"] for e in record["errors"]] == ["-r 0", "-r 1", "-r 2"]
+    assert all(said in e["lines"] and "CUDA out of memory in the attention" in e["lines"] for e in record["errors"])
+
+
+# ---- FP8
+
+
+def test_fp8_is_measured_where_there_is_a_card_that_has_it(run, monkeypatch):
+    with pytest.raises(Skip, match="no CUDA device"):
+        gpu_fp8.fp8(run, new_record(""))
+    run.cuda = True
+    monkeypatch.setattr(Backend, "capability", lambda self: (8, 6))
+    with pytest.raises(Skip, match=r"compute capability 8.9, and this card has 8.6"):
+        gpu_fp8.fp8(run, new_record(""))
+
+
+def test_every_product_in_fp8_is_that_in_bf16_and_the_sums_are_a_step_s(run, monkeypatch):
+    """On a CPU, whose own FP8 matmul takes the same arguments; what times mean is a GPU's."""
+    times = iter(float(n) for n in range(1, 100))
+    monkeypatch.setattr(gpu_fp8, "measure", lambda run, *calls: ([call() for call in calls] and next(times), 0.0))
+    run.rates["copy"] = 1.0
+    run.report["sections"]["larger"] = {"tables": {"": [{"run": "tiny -b 2 -r 0", "tokens/s": 32e3}]}}
+    record = new_record("")
+    with torch.no_grad():
+        gpu_fp8.measure_model(run, record, "tiny", TINY, 2, 16)
+    assert not record["errors"] and not record["not_run"]
+    products = record["tables"]["matmuls"]
+    assert [(row["matmul"], row["which"]) for row in products[:4]] == [
+        ("qkv", "forward"), ("qkv", "dinput"), ("qkv", "dweight"), ("attproj", "forward"),
+    ]  # fmt: skip
+    assert len(products) == 12 and all(row["relative difference"] < 0.06 for row in products)  # two factors of 3 bits after the point
+    # bf16 and FP8 take turns at 1, 2, ..., 24; of operands 25 to 31, with 32 rows those of x and dy are 5, 1 and 2 in a block
+    operands = {row["operand"]: (row["in a block"], row["ms"]) for row in record["tables"]["operands"]}
+    assert operands["32, 32"][0] == 6 and sum(n for n, _ in operands.values()) == 12  # C is 32 here, so attproj's weight is as large
+    [row] = record["tables"]["over a step"]
+    assert (row["bf16 ms"], row["FP8 ms"], row["operands ms"]) == (144, 156, sum(n * ms for n, ms in operands.values()))
+    least = 6 * sum(a * b for a, b in gpu_fp8.operand_shapes(32, 32)) / 1e6
+    assert row["least operands ms"] == pytest.approx(least) and row["gain ms"] == 144 - 156 - row["operands ms"]
+    assert row["gain at best ms"] == pytest.approx(-12 - least) and row["step ms"] == pytest.approx(1.0)
+    assert "a step loses" in record["notes"][0] and run.summary["FP8 in tiny"]["FP8 ms"] == 156
+
+
+def test_what_fp8_is_said_to_gain():
+    row = gpu_fp8.step_sums("d48", 2, [10.0, 5.0], [4.0, 3.0], [6.0], [1.0])
+    assert (row["gain ms"], row["gain at best ms"]) == (4.0, 14.0)
+    assert gpu_fp8.sentence(row | {"step ms": 40.0}) == (
+        "d48: a step's large matmuls take 30.0 ms in bf16 and 14.0 in FP8. With operands made by torch's operations, 12.0 ms, "
+        "a step gains 4.0 ms; with operands made at the rate of a copy, 2.0 ms, it gains 14.0 ms, of 40.0 ms"
+    )
+    assert "copy" not in gpu_fp8.sentence(gpu_fp8.step_sums("d48", 2, [1.0], [4.0], [6.0], [None]))
+
+
+# ---- goals
+
+
+def measured_report():
+    """What the sections leave, with numbers that miss some goals."""
+    compiled = f"torch.compile, {gpu_compared.AUTOCAST}"
+    tables = {
+        "steps": [{"run": "-r 0", "tokens/s": 660_000.0}, {"run": EAGER, "tokens/s": 9e9}, {"run": "-r 2", "tokens/s": 522_000.0}],
+        "more_steps": [{"run": "-r 5", "tokens/s": 450_000.0}],
+        "compile": [{"plain PyTorch": compiled, "ratio -r 0": 0.8, "ratio -r 2": 1.0}],
+        "small_batches": [{"-b": 4, "run": run, "tokens/s": n} for run, n in (("graph", 3e5), ("eager", 1e5), ("torch.compile", 2e5))],
+        "larger": [{"run": "d24 -b 64 -r 0", "tokens/s": 1e6}, {"run": "d48 -b 32 -r 2", "tokens/s": 58_000.0}],
+        "kernels": [{"kernel": "small", "of copy": 0.1, "of step": 0.001}, {"kernel": "slow", "of copy": 0.63, "of step": 0.02},
+                    {"kernel": "failed"}],
+    }  # fmt: skip
+    return {"dry_run": False, "sections": {name: {"tables": {"": rows}} for name, rows in tables.items()}}
+
+
+def test_goals_are_reached_or_missed_by_what_was_measured():
+    assert [(row["measured"], row["result"]) for row in gpu_goals.goal_rows(measured_report())] == [
+        ("660,000 tokens/s", "reached"), ("522,000 tokens/s", "missed by 10.0%"), ("450,000 tokens/s", "reached"), ("1.50x", "reached"),
+        ("1.25x", "reached"), ("1.00x", "missed by 4.8%"), ("58,000 tokens/s", "reached"), ("63%", "missed by 10.0%"),
+    ]  # fmt: skip
+
+
+def test_a_goal_whose_section_did_not_run_or_compile_is_not_measured():
+    report = measured_report()
+    report["sections"]["compile"]["tables"][""][0]["plain PyTorch"] = f"eager, {gpu_compared.AUTOCAST}"
+    report["sections"]["small_batches"]["tables"][""][2]["run"] = "plain PyTorch, eager"
+    del report["sections"]["larger"], report["sections"]["more_steps"], report["sections"]["kernels"]
+    assert [row["result"].split()[0] for row in gpu_goals.goal_rows(report)] == ["reached", "missed", *["not"] * 6]
+    assert all(row["result"] == "not measured" for row in gpu_goals.goal_rows(measured_report() | {"dry_run": True}))
+
+
+def test_goals_say_for_which_card_they_were_set(run):
+    run.report |= measured_report()
+    record = new_record("")
+    gpu_goals.goals(run, record)
+    assert record["notes"][0].startswith("set for one NVIDIA H200, and this is a CPU;") and "is slow" in record["notes"][1]
+    assert run.summary["goals"] == "5 reached, 3 missed, 0 not measured"
 
 
 # ---- what pytest and the profiler say

@@ -5,6 +5,7 @@ Outputs start as NaN and accumulating ones from noise, so what is not written, o
 
 from dataclasses import replace
 from math import inf, nan, sqrt
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from llmc.data.order import token_order
+from llmc.layers import attention_operations
 from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, rounding_pieces
-from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row, pack_gradients
+from llmc.layers.attention import attention_one_row, pack_gradients
+from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
 from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
@@ -701,45 +704,66 @@ def test_gelu_may_write_over_its_input(dtype):
 # attention
 
 
-def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, *, rows=4, accumulate=False):
-    """As the model's stage of this name."""
-    gradients = attention_gradients(datty, qkvr, atty, lse, NH, "cpu")
-    pack_gradients(dqkvr, dbias, gradients, NH, row_scratch(len(dbias), rows), accumulate=accumulate)
+SOFTMAX = SimpleNamespace(**attention_operations())
+
+
+def attention_scratch(T, C, NH, heads=2, queries=32):
+    return {
+        "attention_rows": unwritten(7, heads, T, C // NH), "attention_scores": unwritten(2, heads, queries, T),
+        "attention_mask": unwritten(queries, queries), "attention_sums": unwritten(2, 3 * C),
+    }  # fmt: skip
 
 
 ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1)]  # B, T, C, NH
+# heads and queries at once: one of each, uneven parts, blocks that T is a multiple of, several sequences, and more than there are
+ROOMS = [(1, 1), (2, 5), (3, 33), (10, 64), (99, 999)]
 
 
 @dtypes
 @pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
-def test_attention_is_softmax_of_the_past(B, T, C, NH, dtype):
-    """Against (T, T) scores, masked, softmaxed and multiplied out in float64."""
-    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1, scale=1.5), noise(B, T, C, dtype=dtype, seed=2)
-    atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
-    kept = qkvr.clone()
-    attention_forward(atty, lse, qkvr, NH, "cpu")
-    attention_backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, atty, lse, NH)
-    exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
-    eager, (deager,) = autograd(lambda x: attention(x, NH), [qkvr], datty, dtype)
-    assert_as_good_as_eager(atty, eager, exact, what="atty")
-    assert_as_good_as_eager(dqkvr, deager, dexact, what="dqkvr")
-    assert same_bits(qkvr, kept) and not lse.isnan().any()
-
-
-@dtypes
-@pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
-@pytest.mark.parametrize("rows", [1, 4, 1000])
+@pytest.mark.parametrize("heads, queries", ROOMS)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_attention_gives_the_bias_below_its_gradient(B, T, C, NH, dtype, rows, accumulate):
-    """Of q, k and v packed: the sum over rows in fp32; a NaN that was there is not read when accumulate is False."""
+def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(B, T, C, NH, dtype, heads, queries, accumulate):
+    """Against (T, T) scores, masked, softmaxed and multiplied out in float64. The bias is that of q, k and v packed."""
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1, scale=1.5), noise(B, T, C, dtype=dtype, seed=2)
     before = {"dbias": noise(3 * C, dtype=dtype, seed=3)} if accumulate else {}
-    atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
+    atty, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype)
     dbias = before["dbias"].clone() if accumulate else unwritten(3 * C, dtype=dtype)
-    attention_forward(atty, lse, qkvr, NH, "cpu")
-    attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, rows=rows, accumulate=accumulate)
+    kept, scratch = qkvr.clone(), attention_scratch(T, C, NH, heads, queries)
+    attention_cpu_forward(atty, qkvr, NH, scratch, SOFTMAX)
+    attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, SOFTMAX, accumulate=accumulate)
+    exact, eager = attention(qkvr.double(), NH), attention(qkvr, NH)
+    assert_as_good_as_eager(atty, eager, exact, what="atty")
     leaves = [qkvr, torch.zeros(3 * C, dtype=dtype)]
     judge(["dqkvr", "dbias"], [dqkvr, dbias], lambda x, bias: attention(x + bias, NH), leaves, datty, dtype, before)
+    assert same_bits(qkvr, kept)
+
+
+@dtypes
+def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul_s_precision(dtype):
+    B, T, C, NH = 2, 67, 40, 4
+    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
+    results, precision = [], torch.backends.mkldnn.matmul.fp32_precision
+    for garbage in (nan, 0.0, 1e30):
+        scratch = {name: room.fill_(garbage) for name, room in attention_scratch(T, C, NH, 3, 20).items()}
+        outs = [unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), unwritten(3 * C, dtype=dtype)]
+        attention_cpu_forward(outs[0], qkvr, NH, scratch, SOFTMAX)
+        attention_cpu_backward(outs[1], outs[2], datty, qkvr, NH, scratch, SOFTMAX, accumulate=False)
+        results.append(outs)
+    assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
+
+
+def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earlier_ones():
+    """What the mask adds to is overwritten by minus infinity only if it is a number: a NaN may spread to later tokens, never back."""
+    B, T, C, NH = 1, 40, 8, 2
+    qkvr, atty = noise(B, T, 3 * C, seed=1), unwritten(B, T, C)
+    want = atty.clone()
+    scratch = attention_scratch(T, C, NH, 2, 16)
+    attention_cpu_forward(want, qkvr, NH, scratch, SOFTMAX)
+    qkvr[:, 32:] = inf
+    attention_cpu_forward(atty, qkvr, NH, scratch, SOFTMAX)
+    assert same_bits(atty[:, :32].contiguous(), want[:, :32].contiguous())
 
 
 @dtypes
@@ -758,12 +782,12 @@ def test_packed_gradients_are_those_of_the_heads_side_by_side(B, T, C, NH, dtype
 
 @dtypes
 def test_attention_error_is_a_few_roundings(dtype):
-    """The yardstick above is torch's kernel too; this bound is not: some roundings of the largest value."""
+    """The yardstick above is torch's kernel; this bound is not: some roundings of the largest value."""
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
-    atty, lse, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, NH, T), unwritten(B, T, 3 * C, dtype=dtype)
-    attention_forward(atty, lse, qkvr, NH, "cpu")
-    attention_backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, atty, lse, NH)
+    atty, dqkvr, scratch = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), attention_scratch(T, C, NH)
+    attention_cpu_forward(atty, qkvr, NH, scratch, SOFTMAX)
+    attention_cpu_backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, NH, scratch, SOFTMAX, accumulate=False)
     exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
     unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
     assert (atty.double() - exact).abs().max() <= 8 * unit * exact.abs().max()
@@ -779,7 +803,7 @@ def test_attention_does_not_see_the_future(dtype):
     results = []
     for x in (qkvr, changed):
         atty = unwritten(B, T, C, dtype=dtype)
-        attention_forward(atty, unwritten(B, NH, T), x, NH, "cpu")
+        attention_cpu_forward(atty, x, NH, attention_scratch(T, C, NH), SOFTMAX)
         results.append(atty)
     assert same_bits(results[0][:, :20].contiguous(), results[1][:, :20].contiguous())
     assert not torch.equal(results[0][:, 20:], results[1][:, 20:])
@@ -830,6 +854,12 @@ def test_classifier_is_cross_entropy_and_its_gradient(n, V, Vp, dtype, padding):
     logits, targets = classifier_case(n, V, Vp, dtype, padding)
     grad, losses = logits.clone(), before.clone()
     fused_classifier_inplace(grad, losses, targets, classifier_scratch(n, Vp, 4, dtype), V=V, dloss=dloss, rows_at_once=4)
+    judge_classifier(grad, losses, before, logits, targets, V, dloss)
+
+
+def judge_classifier(grad, losses, before, logits, targets, V, dloss):
+    """Losses, added to `before`, and dlogits against cross-entropy in float64; nothing in the padding."""
+    n = len(logits)
 
     def cross_entropy(x):
         # eager bf16 users take the loss in fp32; its gradient then returns to bf16 in one rounding, as ours

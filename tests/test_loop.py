@@ -22,7 +22,9 @@ from case_a import CONFIG, header, token_stream, write_case_a
 from conftest import REPO
 
 import train_gpt2
+from llmc.backend import Backend
 from llmc.config import config_from_descriptor
+from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
@@ -94,7 +96,7 @@ def golden_run(case, tmp_path_factory):
     """The command line of golden/train_A.jsonl, with a checkpoint, samples and HellaSwag added, which must not disturb it."""
     folder = tmp_path_factory.mktemp("golden") / "log"
     argv = [*inputs(case), "-b 4 -t 32 -d 256 -l 3e-3 -u 3 -q 0.1 -c 0.1 -x 40 -k cosine -v 5 -m 4 -s 20 -g 24 -h 1 --hellaswag-data",
-            case / "eval.bin", "-n 20 -o", folder, "--precision fp32"]  # fmt: skip
+            case / "eval.bin", "-n 20 -o", folder, "--precision fp32 --kernels torch"]  # fmt: skip
     return ran(*argv), folder
 
 
@@ -216,7 +218,7 @@ def test_memory_json_holds_the_plan_the_flags_and_the_peak_of_each_phase(golden_
 def test_plan_prints_a_row_per_level_that_adds_up(case, precision):
     """Each row is the plan's, its parts sum to the total to the byte, and more recompute never needs more. JSON has every digit."""
     model, config = (["-e", case / "model.bin"], CONFIG) if precision == "fp32" else (["-e d12"], config_from_descriptor("d12"))
-    argv = [*model, "-b 4 -t 32 -r 2 --plan --device cpu --memory-budget 24GiB --precision", precision]
+    argv = [*model, "-b 4 -t 32 -r 2 --plan --device cpu --kernels torch --memory-budget 24GiB --precision", precision]
     out, levels = ran(*argv), json.loads(ran(*argv, "--json"))["levels"]
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d\*? ", line)]
     assert [row[0] for row in rows] == ["0", "1", "2*", "3", "4", "5", "6"]
@@ -498,66 +500,93 @@ def test_each_batch_is_asked_for_once_and_validation_starts_over(case):
     assert loop == validation + step + step + validation + step + step + validation
 
 
-class Norm:
-    """A gradient norm that tells when it is read on the host."""
+def recorded_calls(*argv, asynchronous=False):
+    """What the loop does to the model and asks of the loader, in order: main's output, and names of calls.
 
-    def __init__(self, norm, calls):
-        self.norm, self.calls = norm, calls
-
-    def item(self):
-        self.calls.append("norm read")
-        return self.norm.item()
-
-
-def recorded_calls(*argv):
-    """What the loop does to the model and asks of the loader, in order: main's output, and names of calls."""
+    "fetch" starts to bring loss and norm to the host, "read" waits for them. `asynchronous` as a GPU is, though nothing runs beside.
+    """
     from llmc.data.shards import TokenLoader
 
-    calls, real = [], {name: getattr(GPT2, name) for name in ("forward", "backward", "grad_norm", "update", "mean_loss")}
-    real_order = TokenLoader.token_order
-
-    def forward(self, inputs, for_backward=True):
-        calls.append("forward")
-        self.given = np.array(inputs)
-        return real["forward"](self, inputs, for_backward)
+    calls, real = [], {name: getattr(GPT2, name) for name in ("train", "grad_norm", "update")}
+    real_order, real_later, real_checkpoint = TokenLoader.token_order, Backend.read_later, train_gpt2.checkpoint
 
     def order(self):
         calls.append("order")
         return real_order(self)
 
-    def backward(self, targets, grad_accum_steps, micro_step, order):
-        calls.append("backward")
-        assert np.array_equal(order.tokens[order.token_of_position], self.given.ravel())  # of this very batch
-        return real["backward"](self, targets, grad_accum_steps, micro_step, order)
+    def train(self, inputs, targets, grad_accum_steps, micro_step, order):
+        calls.append("train")
+        assert np.array_equal(order.tokens[order.token_of_position], inputs.ravel())  # of this very batch
+        return real["train"](self, inputs, targets, grad_accum_steps, micro_step, order)
 
     def grad_norm(self):
         calls.append("norm")
-        return Norm(real["grad_norm"](self), calls)
+        return real["grad_norm"](self)
 
-    def update(self, lr, weight_decay, step, norm):
+    def update(self, *args):
         calls.append("update")
-        return real["update"](self, lr, weight_decay, step, norm.norm)
+        return real["update"](self, *args)
 
-    def mean_loss(self, grad_accum_steps=1):
-        calls.append("loss read")
-        return real["mean_loss"](self, grad_accum_steps)
+    def read_later(self, *numbers):
+        calls.append("fetch")
+        wait = real_later(self, *numbers)
+
+        def read():
+            calls.append("read")
+            return wait()
+
+        return read
+
+    def checkpoint(run, step, stop):
+        calls.append("checkpoint")
+        return real_checkpoint(run, step, stop)
 
     with ExitStack() as stack:
-        for name, fake in dict(forward=forward, backward=backward, grad_norm=grad_norm, update=update, mean_loss=mean_loss).items():
+        for name, fake in dict(train=train, grad_norm=grad_norm, update=update).items():
             stack.enter_context(patch.object(GPT2, name, fake))
         stack.enter_context(patch.object(TokenLoader, "token_order", order))
-        return ran(*argv), calls
+        stack.enter_context(patch.object(Backend, "read_later", read_later))
+        stack.enter_context(patch.object(Backend, "asynchronous", asynchronous))
+        stack.enter_context(patch.object(train_gpt2, "checkpoint", checkpoint))
+        return ran(*argv, "--kernels torch"), calls  # which are not compiled on a model of their own first
 
 
 @pytest.mark.parametrize("flags, may_skip", [("", False), ("-sl 0 -sg 0", False), ("-sl 3", True), ("-sg 3", True), ("-sl 3 -sg 3", True)])
 def test_the_update_is_launched_before_the_loss_is_read_unless_it_may_be_skipped(case, flags, may_skip):
     """The device has work while the host waits for loss and norm; with -sl or -sg these decide, so they are read first. The same losses."""
     out, calls = recorded_calls(*inputs(case), "-b 4 -t 32 -d 256 -x 3", QUIET, flags)
-    micro_step = ["forward", "order", "backward"]  # the batch is sorted while forward runs
-    reads = ["loss read", "norm read"]
-    step = [*micro_step, *micro_step, "norm", *([*reads, "update"] if may_skip else ["update", *reads])]
+    step = ["order", "train", "order", "train", "norm", "fetch", *(["read", "update"] if may_skip else ["update", "read"])]
     assert calls == step * 3
-    assert losses(out) == losses(ran(*inputs(case), "-b 4 -t 32 -d 256 -x 3", QUIET))
+    assert losses(out) == losses(ran(*inputs(case), "-b 4 -t 32 -d 256 -x 3 --kernels torch", QUIET))
+
+
+def test_a_gpu_has_the_next_step_before_the_loss_of_the_last_is_read_but_not_across_a_checkpoint(case, tmp_path):
+    argv = [*inputs(case), "-b 4 -t 32 -x 5 -n 3", QUIET, "-o"]
+    out, calls = recorded_calls(*argv, tmp_path / "gpu", asynchronous=True)
+    step = ["order", "train", "norm", "fetch", "update"]
+    assert calls == [*step, *step, "read", *step, "read", "read", "checkpoint", *step, *step, "read", "read", "checkpoint"]
+    plain = ran(*argv, tmp_path / "cpu", "--kernels torch")
+    assert losses(out) == losses(plain) and len(losses(out)) == 5
+    assert (tmp_path / "gpu/main.log").read_text() == (tmp_path / "cpu/main.log").read_text()
+    written = (tmp_path / "gpu/speed.log").read_text()
+    assert re.findall(r"^s:(\d+)", written, re.MULTILINE) == list("01234")
+
+
+def test_a_step_that_was_done_is_logged_though_the_next_one_fails(case, tmp_path, monkeypatch):
+    """On a GPU step 1 is launched, and fails, before step 0 is printed."""
+    real, calls = GPT2.train, []
+
+    def fails_later(self, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise UserError("the data are damaged")
+        return real(self, *args)
+
+    monkeypatch.setattr(GPT2, "train", fails_later)
+    monkeypatch.setattr(Backend, "asynchronous", True)
+    result = run(*inputs(case), "-b 4 -t 32 -x 5 --kernels torch", QUIET, "-o", tmp_path)
+    assert result.code == 2 and result.err == "error: the data are damaged\n" and len(losses(result.out)) == 1
+    assert "s:0 trl" in (tmp_path / "main.log").read_text()
 
 
 def test_a_step_that_is_skipped_launches_no_update(case):
@@ -565,8 +594,31 @@ def test_a_step_that_is_skipped_launches_no_update(case):
     out, calls = recorded_calls(*inputs(case), "-b 1 -t 8 -k constant -l 1e-5 -x 150", QUIET, "-sl 0.1")
     skips = out.count("skipping update due to loss z-score")
     assert 0 < skips < 22 and calls.count("update") == 150 - skips
-    turns = "".join({"update": "u", "loss read": "l", "norm read": "n"}.get(call, "") for call in calls)
-    assert re.fullmatch("(lnu?)*", turns)
+    turns = "".join({"update": "u", "read": "r"}.get(call, "") for call in calls)
+    assert re.fullmatch("(ru?)*", turns)
+
+
+def test_on_a_gpu_a_skipped_update_is_told_between_the_line_of_the_step_before_and_its_own(case):
+    argv = [*inputs(case), "-b 1 -t 8 -k constant -l 1e-5 -x 150", QUIET, "-sl 0.1"]
+    out, _ = recorded_calls(*argv, asynchronous=True)
+    plain = ran(*argv, "--kernels torch")
+
+    def said(text):
+        return [re.sub(r"lr.*", "", line) for line in text.splitlines() if line.startswith(("step", "skipping"))]
+
+    assert said(out) == said(plain) and "skipping" in out
+
+
+def test_steps_that_set_things_up_are_left_out_of_the_mean():
+    """The first, and with graphs the second too, which captures."""
+    backend = SimpleNamespace(asynchronous=False, seconds_between=lambda a, b: b - a)
+    for graphs, mean in ((False, 2000.0), (True, 1000.0)):
+        plan = SimpleNamespace(options=SimpleNamespace(config=CONFIG))
+        settings = SimpleNamespace(sequence_length=32)
+        clock = train_gpt2.StepClock(SimpleNamespace(backend=backend, plan=plan, settings=settings, total_batch_size=64, graphs=graphs))
+        for seconds in (9.0, 3.0, 1.0, 1.0, 1.0) if graphs else (9.0, 4.0, 1.0, 1.0):
+            clock.count(0.0, seconds)
+        assert clock.average_ms == mean and clock.tokens_per_s <= 64
 
 
 def test_tokens_per_second_and_mfu_follow_from_the_time(case):

@@ -17,10 +17,11 @@ from test_loop import ran
 from llmc.checkpoint.model_file import write_model
 from llmc.config import ModelConfig
 from llmc.flags import parse
+from llmc.kernels_cpu import not_installed
 from llmc.memory.plan import MIB, Plan
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.tables import num_parameters
-from llmc.request import plan_options
+from llmc.request import plan_options, settle_kernels
 
 WIDE = ModelConfig(max_seq_len=256, vocab_size=96, num_layers=6, num_heads=4, channels=256, padded_vocab_size=128)
 PHASES = ["build", "first step", "evaluation", "HellaSwag", "sampling", "checkpoint", "resume", "end"]
@@ -51,10 +52,13 @@ def program(case, precision, folder, *more):
 # fp32 at level 0 keeps everything; bf16 at level 2, with a state that is converted on its way to the files and back
 @pytest.mark.parametrize("precision, flags", [
     ("fp32", "-b 28 -t 256 -r 0"),
-    ("bf16", "-b 80 -t 256 -r 2 --master bits16 --optimizer-state bf16 -h 1"),
+    ("bf16", "-b 112 -t 256 -r 2 --master bits16 --optimizer-state bf16 -h 1"),
 ])  # fmt: skip
 def test_every_phase_of_a_run_stays_within_5_percent_of_the_plan(case, tmp_path, precision, flags):
-    """Train, evaluate, score, sample, save, resume: the peak of the process over what it held before the first arena."""
+    """Train, evaluate, score, sample, save, resume: the peak of the process over what it held before the first arena.
+
+    What oneDNN compiles and keeps for matmuls, 20 to 40 MiB whatever the model, is in no plan, and below 5% of one of this size.
+    """
     record, first = program(case, precision, tmp_path / "run", flags, "-x 1 -v 1 -s 1 -n 1")
     planned = record["plan"]["total_bytes"]
     assert record["plan"]["arenas"]["activations"] > 0.8 * planned > 400 * MIB  # activations dominate
@@ -86,7 +90,8 @@ def test_the_record_holds_the_flags_the_plan_and_every_phase(case, tmp_path):
 
 def planned(case, flags) -> Plan:
     """The plan of a bf16 run with these flags."""
-    return Plan(plan_options(parse(["-e", str(case / "bf16.bin"), *flags.split()]), WIDE, "bf16", "cpu"))
+    settings, _ = settle_kernels(parse(["-e", str(case / "bf16.bin"), *flags.split()]), "cpu", not_installed())
+    return Plan(plan_options(settings, WIDE, "bf16", "cpu"))
 
 
 def test_speed_in_the_record_is_that_of_all_steps_but_the_first(case, tmp_path):
@@ -104,15 +109,17 @@ import torch, train_gpt2
 import llmc.gpt2
 
 train_gpt2.measure_matmul_tflops = lambda *_: 1.0
-real = llmc.gpt2.attention_forward
+real = llmc.gpt2.attention_cpu_forward
 
-def attention_forward(*tensors):
-    # from here on the process gets nothing more: the memory that attention returns is refused
-    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    return real(*tensors)
+def attention(atty, *rest):
+    # from here on the process gets nothing more: what a library call in the middle of a step would need is refused
+    if atty.numel() > 10**6:
+        now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        torch.empty_like(atty)
+    return real(atty, *rest)
 
-llmc.gpt2.attention_forward = attention_forward
+llmc.gpt2.attention_cpu_forward = attention
 sys.exit(train_gpt2.main(sys.argv[1:]))
 """
 

@@ -12,7 +12,7 @@ from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
-from llmc.request import check_attention, check_gelu_fusion, plan_options, plan_text, settle_kernels
+from llmc.request import check_attention, check_gelu_fusion, check_graphs, plan_options, plan_text, settle_kernels
 
 D12 = config_from_descriptor("d12")
 
@@ -37,19 +37,58 @@ def triton(monkeypatch):
     return installed
 
 
-def settled(flags, *capability):
-    """What a run decides on a card; on a CPU without one."""
+def settled(flags, *capability, numba=""):
+    """What a run decides on a card; on a CPU without one, where `numba` speaks against numba."""
     kind = "cuda" if capability else "cpu"
-    return settle_kernels(asked(flags), kind, llmc.kernels.why_no_kernels(capability) if capability else "")
+    return settle_kernels(asked(flags), kind, llmc.kernels.why_no_kernels(capability) if capability else numba)
 
 
 @pytest.mark.parametrize("capability, flags, kernels", [
-    ((), "", "auto"), ((), "--kernels torch", "torch"), ((9, 0), "", "triton"), ((8, 0), "", "triton"),
+    ((), "", "numba"), ((), "--kernels numba", "numba"), ((), "--kernels torch", "torch"), ((9, 0), "", "triton"), ((8, 0), "", "triton"),
     ((9, 0), "--kernels triton", "triton"), ((9, 0), "--kernels torch", "torch"), ((7, 5), "--kernels torch", "torch"),
 ])  # fmt: skip
-def test_kernels_are_triton_s_on_a_card_that_can_unless_torch_is_asked_for(triton, capability, flags, kernels):
+def test_kernels_are_the_device_s_own_unless_torch_is_asked_for(triton, capability, flags, kernels):
     settings, notes = settled(flags, *capability)
     assert settings.kernels == kernels and notes == []
+
+
+def test_a_cpu_without_numba_trains_with_torch_and_says_so_but_not_if_numba_was_asked_for():
+    why = "numba is not installed (pip install numba)"
+    settings, notes = settled("", numba=why)
+    assert settings.kernels == "torch" and notes == [f"note: torch's operators run what numba's kernels would do faster: {why}"]
+    assert settled("--kernels torch", numba=why)[1] == []
+    with pytest.raises(UserError, match="--kernels numba: numba is not installed .*; leave it out"):
+        settled("--kernels numba", numba=why)
+
+
+@pytest.mark.parametrize("flags, capability, sentence", [
+    ("--kernels triton", (), "--kernels triton: they are for a GPU, and this run is on a CPU; leave it out"),
+    ("--kernels numba", (9, 0), "--kernels numba: they are for a CPU, and this run is on a GPU; leave it out"),
+])  # fmt: skip
+def test_the_other_device_s_kernels_are_refused(triton, flags, capability, sentence):
+    with pytest.raises(UserError) as refusal:
+        settled(flags, *capability)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("flags, kind, graphs", [
+    ("", "cuda", True), ("--cuda-graph 1", "cuda", True), ("--cuda-graph 0", "cuda", False), ("", "cpu", False),
+    ("--kernels torch", "cuda", False), ("--offload-residual", "cuda", False), ("--cuda-graph 0 --offload-residual", "cuda", False),
+    ("-ge 2", "cuda", True), ("--attention cudnn", "cuda", True),
+])  # fmt: skip
+def test_steps_are_graphs_wherever_they_can_be(flags, kind, graphs):
+    assert check_graphs(asked(flags), options(flags, kind=kind)) == graphs
+
+
+@pytest.mark.parametrize("flags, kind, sentence", [
+    ("", "cpu", "--cuda-graph 1: graphs are a GPU's, and this run is on a CPU; use a GPU, or leave --cuda-graph out"),
+    ("--kernels torch", "cuda", "--cuda-graph 1: torch's operators ask the host for numbers in the middle of a step; use --kernels triton"),
+    ("--offload-residual", "cuda", "--cuda-graph 1: --offload-residual copies on a stream of its own, which is not captured"),
+])  # fmt: skip
+def test_graphs_that_cannot_be_are_refused_if_asked_for(flags, kind, sentence):
+    with pytest.raises(UserError) as refusal:
+        check_graphs(asked(flags + " --cuda-graph 1"), options(flags, kind=kind))
+    assert str(refusal.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("capability, installed, launches, why", [

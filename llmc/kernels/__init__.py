@@ -7,7 +7,7 @@ trains with the torch operations.
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from llmc.layers import torch_operations
+from llmc.layers import attention_operations, in_halves, torch_operations
 
 OLDEST_CAPABILITY = (8, 0)  # Triton compiles bf16 for no older card
 
@@ -24,23 +24,29 @@ def too_old(capability: tuple[int, int]) -> str:
     return "" if capability >= OLDEST_CAPABILITY else "they need a card of SM80 or later"
 
 
-def launch_problem() -> str:
-    """Why a kernel cannot be launched on the current device, empty if it can: Triton builds its launchers with a C compiler."""
+def launch_problem(device="cuda") -> str:
+    """Why a kernel cannot be launched on a device, empty if it can: Triton builds its launchers with a C compiler."""
     import torch
 
     try:
-        partials, numbers, norm = (torch.ones(n, device="cuda") for n in (4, 64, 1))
-        operations(True).global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
-        torch.cuda.synchronize()
+        partials, numbers, norm = (torch.ones(n, device=device) for n in (4, 64, 1))
+        operations("triton").global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
+        norm.item()  # what goes wrong on the device shows here
     except Exception as error:
         return f"they cannot be launched here: {str(error).strip().splitlines()[-1]}"
     return ""
 
 
-def operations(fused: bool) -> SimpleNamespace:
-    """The functions a model runs, by name: Triton's where `fused`, else torch's."""
-    if not fused:
-        return SimpleNamespace(**torch_operations())
-    from llmc.kernels.operations import triton_operations
+def operations(kernels: str) -> SimpleNamespace:
+    """The functions a model runs, by name: of torch, Triton's or numba's kernels; with their halves, see llmc.layers.in_halves."""
+    if kernels == "numba":
+        from llmc.kernels_cpu.operations import numba_operations
 
-    return SimpleNamespace(**triton_operations())
+        functions = numba_operations()
+        return SimpleNamespace(**functions, **in_halves(functions))
+    if kernels == "triton":
+        from llmc.kernels.operations import staged_operations, triton_operations
+
+        return SimpleNamespace(**triton_operations(), **staged_operations(), **attention_operations())
+    functions = torch_operations()
+    return SimpleNamespace(**functions, **in_halves(functions), **attention_operations())

@@ -89,18 +89,22 @@ def _adamw(
             tl.store(master_bits + at, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
 
 
-def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    """Scratch: update_layout (tensors, 4) int64, update_numbers (3 * tensors + 2,) int32, grad_norm (1,) fp32."""
-    layout, program = np.empty((len(tensors), 4), np.int64), 0
-    for i, t in enumerate(tensors):
-        elements = t.elements // t.layers
-        layout[i] = program, t.start, elements, cdiv(elements, CHUNK)
-        program += t.layers * cdiv(elements, CHUNK)
+def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
+    """Copy what this step's update needs to the device; returns `tensors`.
+
+    Scratch: update_layout (tensors, 4) int64, update_numbers (3 * tensors + 2,) int32.
+    """
     floats = [1 - lr * weight_decay * t.decay for t in tensors]
     floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
     seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
-    copy_in(scratch["update_layout"], layout)
+    copy_in(scratch["update_layout"], _layout(tensors)[0])
     copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
+    return tensors
+
+
+def launch_adamw_update(flat, tensors, scratch, *, grad_norm):
+    """The update that was staged, of the same tensors. Scratch: as there, and grad_norm (1,) fp32."""
+    layout, programs = _layout(tensors)
     if not hasattr(grad_norm, "data_ptr") or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
         scratch["grad_norm"].fill_(float(grad_norm))
     params = flat["parameters"]
@@ -108,7 +112,22 @@ def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
     form = WEIGHTS if in_fp32 else COPY if "master" in flat else BITS if "master_bits" in flat else NONE
     aligned = not (layout[:, 1:3] % ALIGNMENT).any()
     door.launch(
-        _adamw, (program,), params, flat["gradients"], flat["m"], flat["v"], flat.get("master", params), flat.get("master_bits", params),
+        _adamw, (programs,), params, flat["gradients"], flat["m"], flat["v"], flat.get("master", params), flat.get("master_bits", params),
         scratch["update_layout"], scratch["update_numbers"], scratch["grad_norm"], GRADIENT_CLIP,
         TENSORS=len(tensors), MASTER=form, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
     )  # fmt: skip
+
+
+def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
+    stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step)
+    launch_adamw_update(flat, tensors, scratch, grad_norm=grad_norm)
+
+
+def _layout(tensors):
+    """(for each tensor its first program, its first element, elements and programs of a layer; the number of programs)"""
+    layout, program = np.empty((len(tensors), 4), np.int64), 0
+    for i, t in enumerate(tensors):
+        elements = t.elements // t.layers
+        layout[i] = program, t.start, elements, cdiv(elements, CHUNK)
+        program += t.layers * cdiv(elements, CHUNK)
+    return layout, program

@@ -2,32 +2,29 @@
 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
-from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, narrow, tl, widen
+from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, narrow, range_of_program, tile, tl, widen
 
 
 @jit
 def _pack_gradients(
     dqkvr, partials, dq, dk, dv, n_rows, rows_each, C, stride, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    program = tl.program_id(0)
     section = tl.program_id(1) // BLOCKS
     gradient = dq
     if section == 1:
         gradient = dk
     if section == 2:
         gradient = dv
-    first = program.to(tl.int64) * rows_each
-    end = tl.minimum(first + rows_each, n_rows)
+    first, end = range_of_program(rows_each, n_rows)
     column = tl.program_id(1) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(0, rows_each, ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        mask = (row < end)[:, None] & (column < C)[None, :]
+        row, mask = tile(first + i, end, column, C, ROWS)
         x = tl.load(gradient + row[:, None] * C + column[None, :], mask=mask, other=0.0)
         packed = narrow(widen(x), dqkvr.dtype.element_ty)
         tl.store(dqkvr + row[:, None] * (3 * C) + section * C + column[None, :], packed, mask=mask)
         total += widen(packed)
-    tl.store(partials + program * stride + section * C + column, tl.sum(total, 0), mask=column < C)
+    tl.store(partials + tl.program_id(0) * stride + section * C + column, tl.sum(total, 0), mask=column < C)
 
 
 def pack_gradients(dqkvr, dbias, gradients, NH, scratch, *, accumulate):

@@ -1,7 +1,7 @@
 """Sums over rows, as a fixed number of partial sums that are added in order: the same bits on any card and in any run."""
 
 from llmc.kernels import door
-from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, store, tl
+from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, store, tile, tl
 from llmc.layers.rows import rows_of
 
 SUM_COLUMNS = 32
@@ -26,15 +26,13 @@ def _finish_columns(out0, out1, out2, partials, C, stride, PARTIALS: tl.constexp
 
 @jit
 def _column_sums(partials, x, n_rows, rows_each, C, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    program = tl.program_id(0)
-    first = program.to(tl.int64) * rows_each
-    end = tl.minimum(first + rows_each, n_rows)
+    first, end = range_of_program(rows_each, n_rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(0, rows_each, ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        total += load(x + row[:, None] * C + column[None, :], (row < end)[:, None] & (column < C)[None, :])
-    tl.store(partials + program * stride + column, tl.sum(total, 0), mask=column < C)
+        row, mask = tile(first + i, end, column, C, ROWS)
+        total += load(x + row[:, None] * C + column[None, :], mask)
+    tl.store(partials + tl.program_id(0) * stride + column, tl.sum(total, 0), mask=column < C)
 
 
 def matmul_dbias(dbias, dout, scratch, *, accumulate):

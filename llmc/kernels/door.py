@@ -95,6 +95,20 @@ def store(pointer, x, mask):
 
 
 @jit
+def range_of_program(rows_each, n_rows):
+    """(first, end) of the rows that this program sums over: the same cut on any card. int64, as rows * C may pass 2^31."""
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    return first, tl.minimum(first + rows_each, n_rows)
+
+
+@jit
+def tile(first, end, column, C, ROWS: tl.constexpr):
+    """(row numbers from `first` on, which of these rows and of the columns exist)."""
+    row = first + tl.arange(0, ROWS)
+    return row, (row < end)[:, None] & (column < C)[None, :]
+
+
+@jit
 def fma(a, b, c):
     """a * b + c, rounded once."""
     if INTERPRETED:  # rounded twice, which shows once in 2^29 times

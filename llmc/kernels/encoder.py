@@ -8,7 +8,7 @@ import numpy as np
 
 from llmc.backend import copy_in
 from llmc.kernels import door
-from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, rounding_noise, rows_at_once, store, tl
+from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, rounding_noise, rows_at_once, store, tile, tl
 
 COLUMNS = 1024
 UNROLL = 16
@@ -16,9 +16,8 @@ UNROLL = 16
 
 @jit
 def _encoder_forward(out, inputs, wte, wpe, n_rows, T, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    mask = (row < n_rows)[:, None] & (column < C)[None, :]
+    row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
     token = tl.load(inputs + row, mask=row < n_rows, other=0)
     x = load(wte + token[:, None] * C + column[None, :], mask) + load(wpe + (row % T)[:, None] * C + column[None, :], mask)
     store(out + row[:, None] * C + column[None, :], x, mask)
@@ -29,11 +28,11 @@ def _store_rounded(grad, total, noise_row, column, mask, seed, ADD: tl.constexpr
     """grad (bf16 pointers) = the stochastic rounding of total, and of what it held if ADD."""
     if ADD:
         total += load(grad, mask)
-    noise = rounding_noise(column.to(tl.uint32), noise_row.to(tl.uint32), seed.to(tl.uint32))
+    noise = rounding_noise(column.to(tl.uint32), noise_row.to(tl.uint32), seed.to(tl.uint32, bitcast=True))
     tl.store(grad, round_by(total, noise), mask=mask)
 
 
-@jit(do_not_specialize=["seed"])
+@jit
 def _encoder_backward_tokens(
     dwte, dout, positions, starts, tokens, C, seed, IN_FP32: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr
 ):
@@ -58,10 +57,10 @@ def _encoder_backward_tokens(
         if IN_FP32:
             store(row + column, total, mask)
         else:
-            _store_rounded(row + column, total, token, column, mask, seed, True)
+            _store_rounded(row + column, total, token, column, mask, tl.load(seed), True)
 
 
-@jit(do_not_specialize=["seed"])
+@jit
 def _encoder_backward_positions(
     dwpe, dout, B, T, C, first_noise_row, seed, IN_FP32: tl.constexpr, ACCUMULATE: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr
 ):
@@ -81,7 +80,7 @@ def _encoder_backward_positions(
             total += load(row + column, mask)
         store(row + column, total, mask)
     else:
-        _store_rounded(row + column, total, t + first_noise_row, column, mask, seed, ACCUMULATE)
+        _store_rounded(row + column, total, t + first_noise_row, column, mask, tl.load(seed), ACCUMULATE)
 
 
 def encoder_forward(out, inputs, wte, wpe):
@@ -92,28 +91,37 @@ def encoder_forward(out, inputs, wte, wpe):
     )  # fmt: skip
 
 
-def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
-    """Scratch: token_order (n,) and token_groups (2, n + 1) int32, for n = B*T positions.
+def stage_encoder_backward(order, seed, scratch):
+    """Copy the TokenOrder of a batch, and the seed of its rounding, to the device.
 
     There are as many groups as positions could have, those beyond the last token empty: what is launched does not depend on the batch.
+    Scratch: token_order (n,) and token_groups (2, n + 1) int32, for n = B*T positions, and token_seed (1,) int32.
     """
-    B, T, C = dout.shape
-    n, m = B * T, len(order.tokens)
+    n, m = len(order.positions), len(order.tokens)
     groups = np.full((2, n + 1), n, np.int32)
     groups[0, : m + 1], groups[1, :m] = order.starts, order.tokens
     copy_in(scratch["token_order"], order.positions)
     copy_in(scratch["token_groups"], groups)
+    copy_in(scratch["token_seed"], np.array([seed], np.uint32).view(np.int32))
+
+
+def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumulate):
+    B, T, C = dout.shape
     starts, tokens = scratch["token_groups"]
     columns = min(COLUMNS, next_power_of_2(C))
     blocks, in_fp32 = cdiv(C, columns), dwte.element_size() == 4
     if not accumulate:
         dwpe[T:].zero_()
-    seed = seed - (1 << 32) if seed >> 31 else seed  # an int32 of the same bits, so that all seeds are one type
     door.launch(
-        _encoder_backward_positions, (T, blocks), dwpe, dout, B, T, C, dwte.shape[0], seed,
+        _encoder_backward_positions, (T, blocks), dwpe, dout, B, T, C, dwte.shape[0], scratch["token_seed"],
         IN_FP32=in_fp32, ACCUMULATE=bool(accumulate), COLUMNS=columns, UNROLL=8, num_warps=4,
     )  # fmt: skip
     door.launch(
-        _encoder_backward_tokens, (n, blocks), dwte, dout, scratch["token_order"], starts, tokens, C, seed,
+        _encoder_backward_tokens, (B * T, blocks), dwte, dout, scratch["token_order"], starts, tokens, C, scratch["token_seed"],
         IN_FP32=in_fp32, COLUMNS=columns, UNROLL=UNROLL, num_warps=4,
     )  # fmt: skip
+
+
+def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
+    stage_encoder_backward(order, seed, scratch)
+    launch_encoder_backward(dwte, dwpe, dout, inputs, None, scratch, accumulate=accumulate)

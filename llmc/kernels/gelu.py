@@ -2,7 +2,7 @@
 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
-from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, sigmoid_below_zero, store, tl
+from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, sigmoid_below_zero, store, tile, tl
 from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
 
@@ -36,14 +36,11 @@ def _gelu_forward(out, inp, n, ELEMENTS: tl.constexpr):
 def _gelu_backward(
     d_in_out, partials, inp, out_again, n_rows, rows_each, C, stride, AGAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    program = tl.program_id(0)
-    first = program.to(tl.int64) * rows_each
-    end = tl.minimum(first + rows_each, n_rows)
+    first, end = range_of_program(rows_each, n_rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(0, rows_each, ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        mask = (row < end)[:, None] & (column < C)[None, :]
+        row, mask = tile(first + i, end, column, C, ROWS)
         at = row[:, None] * C + column[None, :]
         x = load(inp + at, mask)
         y, c = _small_side(x)
@@ -55,7 +52,7 @@ def _gelu_backward(
         new = slope * load(d_in_out + at, mask)
         store(d_in_out + at, new, mask)
         total += new
-    tl.store(partials + program * stride + column, tl.sum(total, 0), mask=column < C)
+    tl.store(partials + tl.program_id(0) * stride + column, tl.sum(total, 0), mask=column < C)
 
 
 def gelu_forward(out, inp, scratch):

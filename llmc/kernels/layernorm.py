@@ -6,17 +6,9 @@ weight, the bias and the projection's bias are partials that a second kernel add
 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
-from llmc.kernels.door import cdiv, constant, jit, load, narrow, rows_at_once, store, tl, widen
+from llmc.kernels.door import cdiv, constant, jit, load, narrow, range_of_program, rows_at_once, store, tile, tl, widen
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
-
-
-@jit
-def _tile(first, n_rows, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row numbers (int64, as rows * C may pass 2^31), columns, and which of both exist."""
-    row = first + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    return row, column, (row < n_rows)[:, None] & (column < C)[None, :]
 
 
 @jit
@@ -30,7 +22,8 @@ def _row_mean(x, C):
 def _layernorm_forward(
     out, mean, rstd, inp, residual, weight, bias, n_rows, C, epsilon, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    row, column, mask = _tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, C, ROWS, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
     at = row[:, None] * C + column[None, :]
     x = load(inp + at, mask)
     if ADD:
@@ -49,7 +42,8 @@ def _layernorm_forward(
 
 @jit
 def _layernorm_normalize(out, mean, rstd, inp, weight, bias, n_rows, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row, column, mask = _tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, C, ROWS, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
     at = row[:, None] * C + column[None, :]
     m, r = load(mean + row, row < n_rows), load(rstd + row, row < n_rows)
     w, b = load(weight + column, column < C), load(bias + column, column < C)
@@ -61,15 +55,14 @@ def _layernorm_backward(
     dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride,
     PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    first = program.to(tl.int64) * rows_each
-    end = tl.minimum(first + rows_each, n_rows)
+    first, end = range_of_program(rows_each, n_rows)
+    column = tl.arange(0, COLUMNS)
     weight_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     bias_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     proj_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    w = load(weight + tl.arange(0, COLUMNS), tl.arange(0, COLUMNS) < C)
+    w = load(weight + column, column < C)
     for i in range(0, rows_each, ROWS):
-        row, column, mask = _tile(first + i, end, C, ROWS, COLUMNS)
+        row, mask = tile(first + i, end, column, C, ROWS)
         at = row[:, None] * C + column[None, :]
         m, r = load(mean + row, row < end), load(rstd + row, row < end)
         dy = load(dout + at, mask)
@@ -84,8 +77,7 @@ def _layernorm_backward(
         store(dresidual + at, new, mask)
         if PROJECTION:
             proj_sum += tl.where(mask, new, 0.0)
-    column = tl.arange(0, COLUMNS)
-    partial = partials + program * stride + column
+    partial = partials + tl.program_id(0) * stride + column
     tl.store(partial, tl.sum(weight_sum, 0), mask=column < C)
     tl.store(partial + C, tl.sum(bias_sum, 0), mask=column < C)
     if PROJECTION:

@@ -1,9 +1,9 @@
 """All kernels' launchers, by the names of their counterparts in llmc/layers/."""
 
-from llmc.kernels.adamw import adamw_update
+from llmc.kernels.adamw import adamw_update, launch_adamw_update, stage_adamw_update
 from llmc.kernels.attention import pack_gradients
 from llmc.kernels.columns import matmul_dbias
-from llmc.kernels.encoder import encoder_backward, encoder_forward
+from llmc.kernels.encoder import encoder_backward, encoder_forward, launch_encoder_backward, stage_encoder_backward
 from llmc.kernels.fused_classifier import fused_classifier_inplace
 from llmc.kernels.gelu import gelu_backward_inplace, gelu_forward
 from llmc.kernels.global_norm import global_norm
@@ -17,3 +17,9 @@ def triton_operations() -> dict:
         gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias, fused_classifier_inplace, global_norm, adamw_update,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}
+
+
+def staged_operations() -> dict:
+    """Of the operations that take numbers which change from step to step, a half that copies these to the device, and one that launches."""
+    halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
+    return {f.__name__: f for f in halves}

@@ -1,6 +1,7 @@
 """What a model is made of: plain functions over named tensors, forward and backward, in torch.
 
-All that a step does beside matmuls and attention also exists as Triton kernels, under the same names and arguments, in llmc/kernels/.
+All that a step does beside matmuls and attention also exists as kernels, under the same names and arguments: Triton's for a GPU in
+llmc/kernels/, numba's for a CPU in llmc/kernels_cpu/.
 """
 
 
@@ -20,3 +21,35 @@ def torch_operations() -> dict:
         gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias, fused_classifier_inplace, global_norm, adamw_update,
     )  # fmt: skip
     return {f.__name__: f for f in functions}
+
+
+def attention_operations() -> dict:
+    """Name -> function, of what a CPU's attention does beside matmuls."""
+    from llmc.layers.attention_cpu import causal_softmax_backward_inplace, causal_softmax_inplace
+
+    return {f.__name__: f for f in (causal_softmax_inplace, causal_softmax_backward_inplace)}
+
+
+def in_halves(functions: dict) -> dict:
+    """Of the functions that take numbers which change from step to step, a half that takes these and a half that does the rest.
+
+    Here the first only keeps them. On a GPU it copies them into device memory, so that what the second launches is the same every time
+    and can be captured.
+    """
+
+    def stage_encoder_backward(order, seed, scratch):
+        return order, seed
+
+    def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumulate):
+        order, seed = staged
+        functions["encoder_backward"](dwte, dwpe, dout, inputs, order, scratch, seed=seed, accumulate=accumulate)
+
+    def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
+        return tensors, dict(lr=lr, weight_decay=weight_decay, step=step)
+
+    def launch_adamw_update(flat, staged, scratch, *, grad_norm):
+        tensors, numbers = staged
+        functions["adamw_update"](flat, tensors, scratch, **numbers, grad_norm=grad_norm)
+
+    halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
+    return {f.__name__: f for f in halves}

@@ -1,14 +1,13 @@
-"""Causal multi-head attention, flash style: no (T, T) matrix is ever stored, only one log-sum-exp per row.
+"""Causal multi-head attention on a GPU, flash style: no (T, T) matrix is ever stored, only one log-sum-exp per row.
 
 The kernels are torch's own, called below autograd. They return memory of their own, which is copied into the arena and
-freed at once; the plan counts it as library memory. Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
+freed at once; the plan counts it as library memory. A CPU's is in attention_cpu.py. Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
 """
 
 import torch
 
 from llmc.backend import deterministic
 from llmc.layers.matmul import matmul_dbias
-from llmc.memory.plan import CPU_FP32_ATTENTION_BELOW
 
 aten = torch.ops.aten
 
@@ -19,7 +18,7 @@ def attention_forward(atty, lse, qkvr, NH, kind):
     atty  (B, T, C)       written
     lse   (B, NH, Tp)     fp32, written; opaque to everything but attention_backward
     qkvr  (B, T, 3C)      read: q, k and v of all heads, packed
-    kind  cpu | flash | cudnn | efficient: whose kernel
+    kind  flash | cudnn | efficient: whose kernel
     """
     B, T, C = atty.shape
     out, statistics = _forward(*_heads(qkvr, NH), kind, causal=True)
@@ -79,10 +78,6 @@ def _forward(q, k, v, kind, *, causal):
 
 def _backward(dout, q, k, v, out, lse, kind):
     T = q.shape[2]
-    if kind == "cpu":
-        if T < CPU_FP32_ATTENTION_BELOW:
-            dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
     seed, offset = unused
     if kind == "cudnn":  # no switch makes it repeat its bits

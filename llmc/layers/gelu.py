@@ -15,7 +15,7 @@ from math import pi, sqrt
 
 import torch
 
-from llmc.layers.rows import finish_column_sums, row_pieces, rows_of
+from llmc.layers.rows import finish_column_sums, row_pieces, rows_of, widened
 
 A = 2 * sqrt(2 / pi)
 B = 0.044715 * A
@@ -30,7 +30,7 @@ def gelu_forward(out, inp, scratch):
     """
     o, x = rows_of(out), rows_of(inp)
     for part, a, y, c, _ in row_pieces(x, scratch):
-        wide = _widened(x[part], a)
+        wide = widened(x[part], a)
         _small_side(y, c, wide)
         o[part].copy_(_gelu(y, wide, c.mul_(y)))
 
@@ -48,7 +48,7 @@ def gelu_backward_inplace(d_in_out, dbias, inp, scratch, *, accumulate, out_agai
     bias_sum, piece_sum = scratch["column_sums"][:, : x.shape[1]]
     bias_sum.zero_()
     for part, a, y, c, slope in row_pieces(x, scratch):
-        wide = _widened(x[part], a)
+        wide = widened(x[part], a)
         _small_side(y, c, wide)
         if out_again is not None:  # a may be wide; then its sign, all that is needed of it from here on, stays
             rows_of(out_again)[part].copy_(_gelu(a, wide, torch.mul(y, c, out=slope)))
@@ -56,7 +56,7 @@ def gelu_backward_inplace(d_in_out, dbias, inp, scratch, *, accumulate, out_agai
         torch.ops.aten.sigmoid_backward.grad_input(slope, c, grad_input=slope)  # *= (1 - c) c
         slope.mul_(y).add_(c)
         torch.sub(HALF, slope, out=slope).copysign_(wide).add_(0.5)
-        slope.mul_(_widened(d[part], y))
+        slope.mul_(widened(d[part], y))
         d[part].copy_(slope)
         bias_sum.add_(torch.sum(slope, 0, out=piece_sum))
     finish_column_sums(dbias, bias_sum, accumulate)
@@ -71,8 +71,3 @@ def _small_side(y, c, x):
 def _gelu(out, x, yc):
     """out = yc, plus x where that is positive."""
     return torch.maximum(torch.add(x, yc, out=out), yc, out=out)
-
-
-def _widened(x, room):
-    """An fp32 tensor itself, or its copy in fp32."""
-    return x if x.dtype == torch.float32 else room.copy_(x)

@@ -4,8 +4,11 @@ On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradie
 at hand anyway: see gelu, attention and layernorm.
 """
 
+from contextlib import nullcontext
+
 import torch
 
+from llmc.backend import bf16_products
 from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
 
 
@@ -35,12 +38,14 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
     widened  fp32 scratch of any shape, where the weight gradients are fp32 and the rest is bf16, on a CPU; at least OC + C elements
     Cost 2*rows*C*OC FLOP.
     """
-    for dy, x in _operands(dweight, rows_of(dout), rows_of(inp), widened):
-        if dy.dtype == dweight.dtype:
-            torch.addmm(dweight, dy.t(), x, beta=float(accumulate), out=dweight)
-        else:
-            torch.addmm(dweight, dy.t(), x, out_dtype=dweight.dtype, beta=float(accumulate), out=dweight)
-        accumulate = True
+    widens = dout.dtype != dweight.dtype and dout.device.type == "cpu"
+    with bf16_products() if widens else nullcontext():
+        for dy, x in _operands(rows_of(dout), rows_of(inp), widens, widened):
+            if dy.dtype == dweight.dtype:
+                torch.addmm(dweight, dy.t(), x, beta=float(accumulate), out=dweight)
+            else:
+                torch.addmm(dweight, dy.t(), x, out_dtype=dweight.dtype, beta=float(accumulate), out=dweight)
+            accumulate = True
 
 
 def matmul_backward(dinp, dweight, dout, inp, weight, *, accumulate, widened=None):
@@ -59,9 +64,9 @@ def matmul_dbias(dbias, dout, scratch, *, accumulate):
     finish_column_sums(dbias, total, accumulate)
 
 
-def _operands(dweight, dy, x, widened):
+def _operands(dy, x, widens, widened):
     """dy and x; or their rows piece by piece, widened, where a CPU has no matmul from bf16 to fp32."""
-    if dy.dtype == dweight.dtype or dy.device.type != "cpu":
+    if not widens:
         yield dy, x
         return
     OC, C = dy.shape[1], x.shape[1]

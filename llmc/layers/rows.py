@@ -21,12 +21,16 @@ def row_pieces(x, scratch):
         yield slice(at, at + count), *(b[: count * width].view(count, width) for b in buffers)
 
 
+def widened(x, room):
+    """An fp32 tensor itself, or its copy in fp32, in `room`."""
+    return x if x.dtype == torch.float32 else room.copy_(x)
+
+
 def add_column_sums(total, x, scratch):
     """total (C,) fp32 += the sum over rows of x (n, C), taken in fp32. Scratch as in row_pieces, and column_sums."""
     piece_sum = scratch["column_sums"][1][: len(total)]
     for part, work, *_ in row_pieces(x, scratch):
-        wide = x[part] if x.dtype == torch.float32 else work.copy_(x[part])
-        total.add_(torch.sum(wide, 0, out=piece_sum))
+        total.add_(torch.sum(widened(x[part], work), 0, out=piece_sum))
 
 
 def finish_column_sums(out, total, accumulate):

@@ -17,12 +17,9 @@ from llmc.memory.tables import (
 
 MIB = 1024 * 1024
 ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
-# below this T a CPU's bf16 attention backward, many tiny matmuls, takes twice as long as widening its inputs to fp32 does:
-# 2.7 ms against 1.5 at (4, 64, 768), 29 against 16 at (16, 128, 768); at T = 256 it is the other way round
-CPU_FP32_ATTENTION_BELOW = 256
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
-COLUMN_PARTIALS, NORM_PARTIALS = 256, 1024
+COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
@@ -39,12 +36,16 @@ class Tuning:
     row_elements: int  # fp32 working copies of a few rows, in layernorm and GELU
     update_elements: int  # elements of the arena the update handles at a time
     widened_rows: int  # rows of bf16 operands that are widened for an fp32 gradient at a time; 0: the matmul itself can
+    queries: int = 0  # of attention on a CPU, at once
+    score_elements: int = 0  # fp32 scores of these queries, of as many heads as that makes
 
 
 TUNING = {
     # measured on two AVX512 cores with 1 MiB of L2 each, update of 124M parameters: 0.24 s in pieces of 131072 elements
     # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond. Layernorm of 1024 rows of 768, forward: 0.62, 0.46, 0.39 ms
-    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024),
+    # attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward: 9.7 and 25 ms with these; with 256 queries 11.0
+    # and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster matmuls, and as much slower packing
+    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18),
     # leads, not measured yet; all but the first are for a card without Triton
     "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
 }
@@ -64,7 +65,7 @@ class PlanOptions:
     grad_dtype: str = ""  # fp32 | bf16; empty: as the weights
     offload_residual: bool = False
     device: str = "cpu"  # cpu | cuda
-    kernels: str = ""  # torch | triton, which need working room of their own; empty: triton on CUDA
+    kernels: str = ""  # torch | triton | numba, which need working room of their own; empty: triton on CUDA, else torch
     gelu_fusion: int = 0  # 0 | 1 | 2: GELU, and its gradient, inside matmuls
     attention: str = ""  # cpu | flash | cudnn | efficient; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
@@ -72,9 +73,14 @@ class PlanOptions:
     processors: int = 132  # of the card, an H100's: flash attention allocates by them
 
     @property
+    def kernel_set(self) -> str:
+        """torch, triton or numba: whose code does what is not a matmul or attention."""
+        return self.kernels or ("triton" if self.device == "cuda" else "torch")
+
+    @property
     def fused(self) -> bool:
-        """Whether Triton's kernels do what is not a matmul or attention."""
-        return (self.kernels or ("triton" if self.device == "cuda" else "torch")) == "triton"
+        """Whether kernels do it, in one pass each, or torch's operations piece by piece."""
+        return self.kernel_set != "torch"
 
     @property
     def attention_kind(self) -> str:
@@ -193,16 +199,12 @@ class Plan:
 
     @property
     def library_bytes(self) -> int:
-        """What attention returns in memory of its own, o and lse forward, dq, dk and dv backward, or widens; freed at once.
-
-        A CPU's malloc has not given o back when dq, dk and dv are asked for. It could be told to, but then every call pays
-        for fresh pages, 7% of attention's time.
-        """
+        """What a card's attention returns in memory of its own, o and lse forward, dq, dk and dv backward; freed at once."""
         o = self.options
+        if o.attention_kind == "cpu":
+            return 0
         BTC = o.B * o.T * o.config.channels
-        if o.device == "cpu" and o.precision == "bf16" and o.T < CPU_FP32_ATTENTION_BELOW:
-            return 8 * BTC * DTYPE_BYTES["fp32"]  # q, k, v, o and do widened, and dq, dk, dv
-        gradients = (4 if o.device == "cpu" else 3) * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
+        gradients = 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
         if o.attention_kind == "cudnn":
             gradients += 4 * BTC  # dq summed in fp32; a guess, as its workspace is not documented
         if o.attention_kind == "flash":
@@ -299,7 +301,8 @@ def update_room(options: PlanOptions) -> int:
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
-    quarter of them of GELU), Rw widened, U elements of the update, G positions of a sample."""
+    quarter of them of GELU), Rw widened, U elements of the update, G positions of a sample; of attention on a CPU Q queries and Ha heads
+    at once, of HS channels."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
@@ -308,11 +311,28 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
-        "Pc": COLUMN_PARTIALS,
+        "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
         "Rw": max(1, min(rows, tuning.widened_rows)),
         "U": update_room(o),
         "G": max(1, min(o.sample_length, o.config.max_seq_len)),
+        "Q": attention_queries(o),
+        "Ha": attention_heads(o),
+        "HS": o.config.channels // o.config.num_heads,
     }
+
+
+def attention_queries(o: PlanOptions) -> int:
+    """Queries that attention on a CPU works on at once."""
+    return max(1, min(o.T, TUNING[o.device].queries))
+
+
+def attention_heads(o: PlanOptions) -> int:
+    """Heads that it works on at once: those of some whole sequences, or an even part of one's."""
+    heads = max(1, TUNING[o.device].score_elements // (attention_queries(o) * o.T))
+    NH = o.config.num_heads
+    if heads >= NH:
+        return min(o.B, heads // NH) * NH
+    return -(-NH // -(-NH // heads))
 
 
 STEP = ("encoder", "encoder_backward")
@@ -334,6 +354,8 @@ def _block_rows(o: PlanOptions):
     for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
         if a.name == "residual3":
             yield a.name, "kept", f"{1 + max(_residual_slots(o))} {a.shape}", a.dtype, STEP
+        elif a.name == "lse" and o.attention_kind == "cpu":
+            continue  # it takes the softmax again
         elif a.name in kept:
             yield a.name, "kept", "L " + a.shape, a.dtype, STEP
         else:
@@ -367,12 +389,21 @@ def _working_rows(o: PlanOptions):
     backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
     if widens(o):
         yield "widened", "scratch", "Rw 5C", "fp32", backward
+    if o.attention_kind == "cpu":
+        stages = (s for s in _stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
+        spans = [(s, s) for s in stages]
+        mask = () if o.kernel_set == "numba" else (("mask", "Q Q"),)
+        for name, shape in (("rows", "7 Ha T HS"), ("scores", "2 Ha Q T"), ("sums", "2 3C"), *mask):
+            yield f"attention_{name}", "scratch", shape, "fp32", *spans
     if o.gelu_fusion:
         yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
     if o.fused:
         yield "column_partials", "scratch", "Pc 4C", "fp32", backward
-        yield "token_order", "scratch", "B T", "int32", encoder
-        yield "token_groups", "scratch", f"2 {o.B * o.T + 1}", "int32", encoder
+    if o.kernel_set == "triton":  # on the device before a step begins, so that all of the step can be one graph
+        yield "token_order", "scratch", "B T", "int32", STEP
+        yield "token_groups", "scratch", f"2 {o.B * o.T + 1}", "int32", STEP
+        yield "token_seed", "scratch", "1", "int32", STEP
+    if o.fused:
         return
     yield "rows", "scratch", "4 Rn C", "fp32", STEP
     yield "row_stats", "scratch", "2 Rn", "fp32", STEP
@@ -392,15 +423,17 @@ def _update_rows(o: PlanOptions):
         yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
         yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
     yield "grad_norm", "scratch", "1", "fp32", update
+    yield "loss_sum", "scratch", "1", "fp32", update
     yield "norm_partials", "scratch", str(NORM_PARTIALS if o.fused else norm_partials(o)), "fp32", update
     if o.precision != "fp32" and not o.keeps_master:
         yield "update_parameter", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whoever updates them
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
-    if o.fused:
+    if o.kernel_set == "triton":
         yield "update_layout", "scratch", "16 4", "int64", update
         yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
+    if o.fused:
         return
     if o.gradients != "fp32":
         yield "norm_work", "scratch", str(norm_work), "fp32", update

@@ -1,0 +1,74 @@
+"""CUDA graphs: work that is launched again and again, launched as one.
+
+All addresses are the plan's, and what changes from step to step lies in device memory, so a step captured once is every step. Launching
+it takes the host some ten microseconds instead of some milliseconds, which is what a small batch waits for.
+"""
+
+import gc
+
+from llmc.errors import UserError, is_out_of_memory
+
+
+class Graphs:
+    """Runs work by name: as it comes the first time, which sets libraries up; from then on as a graph, captured the second time.
+
+    All graphs share one pool of memory for what their library calls allocate: they run one after the other, on one stream, and leave
+    nothing there that is read later. They live as long as this object.
+    capture(work, pool) returns what has a replay(); it launches nothing.
+    """
+
+    def __init__(self, capture=None, pool=None):
+        self._capture, self._pool = capture or capture_cuda_graph, pool or new_pool()
+        self._seen, self._graphs = set(), {}
+
+    def run(self, name: str, work) -> None:
+        """Do work(), which must be the same every time for this name. Raises UserError where it cannot be captured."""
+        if name not in self._seen:
+            self._seen.add(name)
+            work()
+            return
+        if name not in self._graphs:
+            self._graphs[name] = self._captured(name, work)
+        self._graphs[name].replay()
+
+    def _captured(self, name, work):
+        try:
+            return self._capture(work, self._pool)
+        except Exception as error:
+            reasons = list(causes(error))
+            if any(map(is_out_of_memory, reasons)):
+                raise
+            reason = (str(reasons[-1]).strip() or repr(reasons[-1])).splitlines()[0]
+            raise UserError(f"the {name} cannot be captured as a CUDA graph ({reason}); use --cuda-graph 0") from error
+
+
+def causes(error):
+    """An error, the one it came up in the handling of, and so on: the end of a broken capture only says that it is broken."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def new_pool():
+    import torch
+
+    return torch.cuda.graph_pool_handle()
+
+
+def capture_cuda_graph(work, pool):
+    """A torch.cuda.CUDAGraph of work(), on the current stream, so that libraries use the memory they have for it already.
+
+    No garbage is collected meanwhile: an earlier graph, or a kernel, that went away in the middle of a capture would break it.
+    """
+    import torch
+
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            work()
+    finally:
+        if collects:
+            gc.enable()
+    return graph

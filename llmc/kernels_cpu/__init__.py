@@ -1,0 +1,64 @@
+"""numba kernels for everything that is not a matmul or attention, for CPUs: one pass over memory each, on all cores.
+
+Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports numba; a machine without it
+trains with the torch operations.
+"""
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+
+from llmc.config import ModelConfig
+
+
+def not_installed() -> str:
+    """The reason why there can be no kernels, empty if there may be; numba is not imported."""
+    return "" if find_spec("numba") else "numba is not installed (pip install numba)"
+
+
+def why_no_cpu_kernels() -> str:
+    """Empty where the kernels can run, else the reason."""
+    return not_installed() or launch_problem()
+
+
+def launch_problem() -> str:
+    """Why a kernel cannot be compiled and run, empty if it can: numba is particular about numpy's version, for one."""
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numba misses locks where no file can be written; one process needs none
+            from llmc.kernels_cpu.global_norm import global_norm
+
+            partials, numbers, norm = (torch.ones(n) for n in (4, 64, 1))
+            global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
+    except Exception as error:
+        return f"numba's kernels do not run here: {(str(error).strip() or repr(error)).splitlines()[-1]}"
+    return ""
+
+
+TINY = ModelConfig(max_seq_len=4, vocab_size=16, num_layers=2, num_heads=1, channels=16, padded_vocab_size=16)
+
+
+def compile_kernels(options) -> None:
+    """Compile, or load from numba's cache, every kernel that a model of these options calls: by training a tiny one of the same forms.
+
+    So the first step takes no longer than the others, and a compiler's memory is not taken for the model's.
+    """
+    _rehearse(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1))
+
+
+@cache
+def _rehearse(options):
+    import numpy as np
+
+    from llmc.gpt2 import GPT2
+    from llmc.memory.plan import Plan
+
+    model, tokens = GPT2(Plan(options)), np.zeros((1, 4), np.int64)
+    for micro_step in range(2):
+        model.train(tokens, tokens, 2, micro_step)
+    model.update(0.0, 0.0, 1, model.grad_norm())
+    model.token_losses(tokens, tokens)
+    model.next_logits(0, 0)

@@ -1,0 +1,284 @@
+"""The one place that imports numba: what the kernels share, and how they are compiled and launched.
+
+Arithmetic here is meant to the bit. Elementwise kernels give what the torch operations in llmc/layers/ give: no multiply and
+add is contracted unless fma says so, divisions and roots are correctly rounded, fp32 becomes bf16 by rounding to nearest even.
+Only plus may be taken in another order, which is how a compiler sums in vectors.
+
+Python's operators would make uint32 arithmetic 64 bits wide, and halve a vector's lanes; so integers are combined by functions
+that emit the one instruction. bf16 is uint16 here; a kernel sees flat arrays, which load and store widen and narrow.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types  # noqa: F401
+from numba.extending import intrinsic
+
+from llmc.layers.rounding import PRIME_Y
+
+OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
+
+helper = njit(**OPTIONS)  # what kernels call; it becomes a part of them
+
+
+def jit(function):
+    """A kernel, compiled for the argument types it is first called with, in parallel where it says prange.
+
+    Compiled code is kept beside the source, or in the user's cache folder, or where neither can be written to not at all.
+    """
+    try:
+        kernel = njit(**OPTIONS, parallel=True, cache=True)(function)
+    except RuntimeError:
+        return njit(**OPTIONS, parallel=True)(function)
+    kept = getattr(kernel._cache, "_cache_file", None)  # private: a numba without it looks at the kernel's own file alone
+    if kept:
+        kept._source_stamp = sources()
+    return kernel
+
+
+@cache
+def sources():
+    """A hash of what kernels are compiled from, their own files and what these import."""
+    folder = Path(__file__).resolve().parent
+    files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), folder.parent / "memory" / "plan.py"])
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
+
+
+def launch(kernel, *args):
+    """Run a kernel on as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if threads != numba.get_num_threads():
+        numba.set_num_threads(threads)
+    return kernel(*args)
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+def array(tensor):
+    """The memory of a contiguous tensor as a flat numpy array; bf16, and int16, as uint16."""
+    flat = tensor.view(-1)
+    if flat.element_size() == 2:
+        return flat.view(torch.int16).numpy().view(np.uint16)
+    return flat.numpy()
+
+
+# ----------------------------------------------------------------------------
+# single instructions
+
+FLOAT, INT32, INT16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+
+
+def _unary(result, operand, emit):
+    """A function of one argument that is what emit(builder, a) writes."""
+
+    @intrinsic
+    def function(typing, a):
+        return result(operand), lambda context, builder, signature, values: emit(builder, *values)
+
+    return function
+
+
+def _binary(result, operand, emit):
+    @intrinsic
+    def function(typing, a, b):
+        return result(operand, operand), lambda context, builder, signature, values: emit(builder, *values)
+
+    return function
+
+
+def _uint32(name):
+    return _binary(types.uint32, types.uint32, lambda builder, a, b: getattr(builder, name)(a, b))
+
+
+iadd, isub, imul, ishl, ishr, iand, ior, ixor = (_uint32(n) for n in ("add", "sub", "mul", "shl", "lshr", "and_", "or_", "xor"))
+bits_of = _unary(types.uint32, types.float32, lambda builder, x: builder.bitcast(x, INT32))
+float_of = _unary(types.float32, types.uint32, lambda builder, x: builder.bitcast(x, FLOAT))
+plus = _binary(types.float32, types.float32, lambda builder, a, b: builder.fadd(a, b, flags=("reassoc", "nsz")))
+
+
+@intrinsic
+def order_of(typing, x):
+    """An int32 that is larger the larger x, an fp32, is."""
+    return types.int32(types.float32), lambda context, builder, signature, values: _fold(builder, builder.bitcast(values[0], INT32))
+
+
+@intrinsic
+def from_order(typing, x):
+    """The fp32 of an order_of."""
+    return types.float32(types.int32), lambda context, builder, signature, values: builder.bitcast(_fold(builder, values[0]), FLOAT)
+
+
+def _fold(builder, bits):
+    """Negative floats, whose integers ascend away from zero, turned around; the same function turns them back."""
+    return builder.xor(bits, builder.lshr(builder.ashr(bits, INT32(31)), INT32(1)))
+
+
+def _larger(builder, a, b):
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+larger = _binary(types.int32, types.int32, _larger)
+
+
+@intrinsic
+def fma(typing, a, b, c):
+    """a * b + c, rounded once."""
+    kind = types.float32
+    return kind(kind, kind, kind), lambda context, builder, signature, values: builder.fma(*values)
+
+
+@intrinsic
+def select(typing, condition, a, b):
+    """a where the condition holds, else b; both of one type."""
+    return a(types.boolean, a, a), lambda context, builder, signature, values: builder.select(*values)
+
+
+sqrt = _unary(types.float32, types.float32, lambda builder, x: builder.call(_sqrt_of(builder), [x]))
+
+
+def _sqrt_of(builder):
+    return builder.module.declare_intrinsic("llvm.sqrt", [FLOAT])
+
+
+# ----------------------------------------------------------------------------
+# memory
+
+
+def _place(context, builder, kind, array, index):
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(data, [index], inbounds=True)
+
+
+@intrinsic
+def load(typing, array, index):
+    """array[index] as fp32; no check and no index from the end."""
+
+    def emit(context, builder, signature, values):
+        x = builder.load(_place(context, builder, array, *values))
+        if array.dtype == types.uint16:
+            x = builder.bitcast(builder.shl(builder.zext(x, INT32), INT32(16)), FLOAT)
+        return x
+
+    return types.float32(array, types.intp), emit
+
+
+@intrinsic
+def store(typing, array, index, x):
+    """array[index] = x, an fp32, rounded to nearest even where the array is bf16."""
+
+    def emit(context, builder, signature, values):
+        place, x = _place(context, builder, array, *values[:2]), values[2]
+        builder.store(_nearest(builder, x) if array.dtype == types.uint16 else x, place)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), emit
+
+
+def _nearest(builder, x):
+    bits = builder.bitcast(x, INT32)
+    odd = builder.and_(builder.lshr(bits, INT32(16)), INT32(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, INT32(0x7FFF))), INT32(16))
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", x, x), INT32(0x7FC0), rounded), INT16)
+
+
+@intrinsic
+def store_rounded(typing, array, index, x, noise):
+    """array[index] = x, an fp32; where the array is bf16, away from zero where its lower half exceeds that of the noise, else toward zero.
+
+    A NaN stays as it is: what is added would carry over into the sign of one that is all ones, and make it a zero.
+    """
+
+    def emit(context, builder, signature, values):
+        place, x, noise = _place(context, builder, array, *values[:2]), *values[2:]
+        if array.dtype == types.uint16:
+            bits, low = builder.bitcast(x, INT32), INT32(0xFFFF)
+            carry = builder.sub(low, builder.and_(noise, low))
+            carry = builder.select(builder.fcmp_unordered("uno", x, x), INT32(0), carry)
+            x = builder.trunc(builder.lshr(builder.add(bits, carry), INT32(16)), INT16)
+        builder.store(x, place)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32, types.uint32), emit
+
+
+@intrinsic
+def load_bits(typing, array, index):
+    """array[index], 16 bits, as uint32."""
+
+    def emit(context, builder, signature, values):
+        return builder.zext(builder.load(_place(context, builder, array, *values)), INT32)
+
+    return types.uint32(array, types.intp), emit
+
+
+@intrinsic
+def store_bits(typing, array, index, x):
+    """array[index] = the lower 16 bits of x, a uint32."""
+
+    def emit(context, builder, signature, values):
+        builder.store(builder.trunc(values[2], INT16), _place(context, builder, array, *values[:2]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.uint32), emit
+
+
+# ----------------------------------------------------------------------------
+# arithmetic
+
+N1, N2, N3, N4, N5 = (np.uint32(n) for n in (0xD2A80A3F, 0xA884F197, 0x6C736F4B, 0xB79F3ABB, 0x1B56C4F5))
+ROW_STRIDE = np.uint32(PRIME_Y * 0xD2A80A3F & 0xFFFFFFFF)
+SHIFTS = S9, S11, S13, S15, S17 = tuple(np.uint32(n) for n in (9, 11, 13, 15, 17))
+LOW, S16 = np.uint32(0xFFFF), np.uint32(16)
+F0, F1 = np.float32(0), np.float32(1)
+
+
+@helper
+def noise_of_row(row, seed):
+    """What all places of a row of the rounding noise have in common."""
+    return iadd(imul(np.uint32(row), ROW_STRIDE), seed)
+
+
+@helper
+def rounding_noise(column, of_row):
+    """SquirrelNoise5 at a column, of a row by noise_of_row, all uint32: see llmc/layers/rounding.py."""
+    n = iadd(imul(np.uint32(column), N1), of_row)
+    n = iadd(ixor(n, ishr(n, S9)), N2)
+    n = imul(ixor(n, ishr(n, S11)), N3)
+    n = iadd(ixor(n, ishr(n, S13)), N4)
+    n = imul(ixor(n, ishr(n, S15)), N5)
+    return ixor(n, ishr(n, S17))
+
+
+LOG2_E, TO_WHOLE, LN2_HIGH, LN2_LOW = (np.float32(x) for x in (1.4426950408889634, 12582912.0, 0.693145751953125, 1.428606765330187045e-06))
+E2, E3, E4, E5, E6, E7 = (
+    np.float32(x)
+    for x in (0.5, 0.166666671633720397949219, 0.0416664853692054748535156, 0.00833336077630519866943359, 0.00139304355252534151077271,
+              0.000198527617612853646278381)
+)  # fmt: skip
+ONE_BITS, S23, LEAST_EXPONENT = np.uint32(0x3F800000), np.uint32(23), np.float32(-87)
+
+
+@helper
+def exp(d):
+    """exp(d) for -87 <= d <= 88, to an ulp: the bits of torch's on an x86 CPU, which is SLEEF's expf of 1.0 ulp. A NaN stays one.
+
+    exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6.
+    """
+    shifted = d * LOG2_E + TO_WHOLE  # 1.5 * 2^23: what is added becomes a whole number, in the lowest bits
+    q = shifted - TO_WHOLE
+    s = fma(q, -LN2_LOW, fma(q, -LN2_HIGH, d))
+    u = fma(fma(fma(fma(fma(E7, s, E6), s, E5), s, E4), s, E3), s, E2)
+    return (F1 + fma(s * s, u, s)) * float_of(iadd(ishl(bits_of(shifted), S23), ONE_BITS))
+
+
+@helper
+def exp_below_zero(d):
+    """exp(d) for d <= 0; nothing below -87, where it would soon be subnormal."""
+    return select(d < LEAST_EXPONENT, F0, exp(d))

@@ -1,0 +1,69 @@
+"""Softmax, cross-entropy and the logits' gradient, in place: see llmc/layers/fused_classifier.py.
+
+A thread takes a row at a time: its maximum; its exponentials, which stay in the core's cache in fp32; from these its gradient.
+"""
+
+import numpy as np
+
+from llmc.kernels_cpu import door
+from llmc.kernels_cpu.door import F0, array, exp_below_zero, from_order, helper, jit, larger, load, order_of, plus, prange, store
+
+BLOCK = 1024  # exponentials that are summed in fp32; the sums of blocks in fp64
+LEAST = np.int32(-(2**31))
+
+
+@helper
+def _largest(logits, first, V):
+    """A NaN counts as larger than any number, or, with a sign, as smaller; then the sum will tell."""
+    largest = LEAST
+    for i in range(first, first + V):
+        largest = larger(largest, order_of(load(logits, i)))
+    return from_order(largest)
+
+
+@helper
+def _exponentials(powers, logits, first, V, largest):
+    """powers (V,) = exp(logit - largest); returns their sum, fp64."""
+    total = 0.0
+    for at in range(0, V, BLOCK):
+        block_sum = F0
+        for c in range(at, min(at + BLOCK, V)):
+            power = exp_below_zero(load(logits, first + c) - largest)
+            store(powers, c, power)
+            block_sum = plus(block_sum, power)
+        total += np.float64(block_sum)
+    return total
+
+
+@helper
+def _gradient(logits, powers, first, V, Vp, scale):
+    for c in range(V):
+        store(logits, first + c, load(powers, c) * scale)
+    for c in range(V, Vp):
+        store(logits, first + c, F0)
+
+
+@jit
+def _classify(logits, losses, targets, dloss, n, rows_each, parts, V, Vp):
+    for part in prange(parts):
+        powers = np.empty(V, np.float32)
+        for row in range(np.int64(part) * rows_each, min((np.int64(part) + 1) * rows_each, n)):
+            first, target = row * Vp, targets[row]
+            target_logit = load(logits, first + target)
+            largest = _largest(logits, first, V)
+            total = _exponentials(powers, logits, first, V, largest)
+            losses[row] += np.float32(np.log(total) - (np.float64(target_logit) - np.float64(largest)))
+            if dloss is not None:
+                scale = np.float32(np.float64(dloss) / total)
+                _gradient(logits, powers, first, V, Vp, scale)
+                store(logits, first + target, powers[target] * scale - dloss)
+
+
+def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows_at_once):
+    """No scratch: each thread allocates a row in fp32."""
+    n, Vp = logits.shape
+    rows_each = max(1, n // 64)
+    door.launch(
+        _classify, array(logits), array(losses), array(targets), None if dloss is None else np.float32(dloss),
+        n, rows_each, door.cdiv(n, rows_each), V, Vp,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""The gradient's global norm: see llmc/layers/global_norm.py."""
+
+import numpy as np
+
+from llmc.kernels_cpu import door
+from llmc.kernels_cpu.door import F0, array, cdiv, helper, jit, load, plus, prange
+
+BLOCK = 1024  # squares that are summed in fp32; the sums of blocks in fp64
+
+
+@helper
+def _sum_of_squares(grads, first, end):
+    total = 0.0
+    for at in range(first, end, BLOCK):
+        block_sum = F0
+        for i in range(at, min(at + BLOCK, end)):
+            x = load(grads, i)
+            block_sum = plus(block_sum, x * x)
+        total += np.float64(block_sum)
+    return total
+
+
+@jit
+def _global_norm(out, grads, partials, each):
+    n = len(grads)
+    for part in prange(len(partials)):
+        first = np.int64(part) * each
+        partials[part] = _sum_of_squares(grads, first, min(first + each, n))
+    total = 0.0
+    for partial in partials:
+        total += np.float64(partial)
+    out[0] = np.sqrt(total)
+
+
+def global_norm(out, grads, scratch, *, piece):
+    """Scratch: norm_partials (P,) fp32. Partials are ranges of a fixed number, so `piece` does not matter."""
+    partials = array(scratch["norm_partials"])
+    door.launch(_global_norm, array(out), array(grads), partials, cdiv(cdiv(len(grads), len(partials)), BLOCK) * BLOCK)

@@ -1,0 +1,126 @@
+"""Sections of gpu_check.py: the same training step in plain PyTorch, at the usual batch and at small ones."""
+
+import time
+
+import torch
+
+from scripts.bench_pytorch import PyTorchTrainer
+from scripts.gpu_common import attempt, last_lines, random_tokens, summarize, table, time_each, while_time
+from scripts.gpu_steps import measure_steps, measured_peak, our_step, speed, warm_up, why_no_graphs
+
+ROUNDS = 3  # of steps that are measured in turn
+AUTOCAST, BF16_WEIGHTS = "autocast to bf16, fp32 weights", "bf16 weights and optimizer state"
+
+
+def torch_step(run, record, config, B, T, **options):
+    """(a step of plain PyTorch, how it runs): compiled, or eager where that does not work or is not tried."""
+    inputs, targets = torch.from_numpy(random_tokens(config, B, T)).to(run.backend.device)
+
+    def build(compiled):
+        trainer = PyTorchTrainer(config, "bf16", run.backend.device, compiled=compiled, **options)
+
+        def step():
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
+            try:
+                return trainer.step(inputs, targets)
+            finally:
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+        step()
+        return step
+
+    why = "a dry run does not wait for a compiler"
+    if not run.dry:
+        try:
+            torch.compiler.reset()
+            return build(True), "torch.compile"
+        except Exception as error:
+            why = last_lines(error, 4)
+    note = f"plain PyTorch ran eagerly, not under torch.compile: {why}"
+    if note not in record["notes"]:
+        record["notes"].append(note)
+    return build(False), "eager"
+
+
+def compared(run, record):
+    compare_with(run, record, AUTOCAST)
+
+
+def compared_again(run, record):
+    """What takes another compilation each, and says less."""
+    compare_with(run, record, BF16_WEIGHTS, bf16_weights=True)
+    name, config, batches = run.sizes.larger[0]
+    B, T = next(b for b in batches if b <= 16), run.sizes.T
+    for label in while_time(run, record, [f"{name} -b {B} in plain PyTorch"], 75):
+        with attempt(record, label), measured_peak(run) as peak:
+            step, how = torch_step(run, record, config, B, T)
+            ms, spread, loss = measure_steps(run, step)
+            row = {"run": f"{name} -b {B}, {how}", "ms": ms, "spread": spread} | speed(run, config, B, T, ms)
+            table(record, "a larger model").append(row | peak | {"loss": loss})
+
+
+def compare_with(run, record, label, **options):
+    """Ours and plain PyTorch in turn, in the same minute: a drift of the card's clocks shows in the last column."""
+    s = run.sizes
+    ours = {level: our_step(run, s.config, s.B, s.T, recompute=level)[0] for level in (0, 2)}
+    for step in ours.values():  # what a capture allocates is not to be in PyTorch's peak
+        warm_up(run, step)
+    for label in while_time(run, record, [label], 45):
+        with attempt(record, label):
+            with measured_peak(run) as peak:
+                start = time.monotonic()
+                theirs, how = torch_step(run, record, s.config, s.B, s.T, **options)
+                set_up = time.monotonic() - start
+                first, _, _ = measure_steps(run, ours[0])
+                ms, spread, loss = measure_steps(run, theirs)
+            second, (again, _, _) = measure_steps(run, ours[2])[0], measure_steps(run, ours[0])
+            row = {"plain PyTorch": f"{how}, {label}", "ms": ms, "spread": spread} | speed(run, s.config, s.B, s.T, ms) | peak
+            row |= {"set-up s": set_up, "loss": loss, "ours -r 0 ms": first, "ours -r 2 ms": second, "ours -r 0 again ms": again}
+            row |= {"ratio -r 0": (first + again) / 2 / ms, "ratio -r 2": second / ms}
+            table(record, "").append(row)
+            keys = ("ms", "tokens/s", "MFU", "measured MiB", "ratio -r 0", "ratio -r 2")
+            run.summary[row["plain PyTorch"]] = {key: row[key] for key in keys}
+            del theirs
+    record["notes"].append("ratios are our time over PyTorch's: below 1, ours is faster")
+
+
+def small_batches(run, record):
+    """Graphs, steps as they come and plain PyTorch, in turn: where the host has little time to launch a step."""
+    s = run.sizes
+    for B in while_time(run, record, s.small, 40, name=lambda B: f"-b {B}"):
+        with attempt(record, f"-b {B}"):
+            why = why_no_graphs(run, run.options(s.config, B, s.T))
+            if why:
+                record["not_run"].append(f"-b {B}, graph: {why}")
+            steps = {} if why else {"graph": our_step(run, s.config, B, s.T)[0]}
+            steps["eager"] = our_step(run, s.config, B, s.T, graphs=False)[0]
+            theirs, how = torch_step(run, record, s.config, B, s.T)
+            measured = measure_in_turn(run, steps | {how_named(how): theirs})
+            table(record, "").extend(small_rows(B, s.T, measured, how_named(how)))
+    record["notes"] += [
+        "ratio is a step's time over PyTorch's: below 1, ours is faster. The goal at -b 4 is a ratio of at most 0.67 with graphs",
+        "all wait for the loss of a step before the next: PyTorch after its update, ours while its update runs",
+    ]
+
+
+def how_named(how) -> str:
+    return "torch.compile" if how == "torch.compile" else f"plain PyTorch, {how}"
+
+
+def measure_in_turn(run, steps: dict) -> dict:
+    """Name -> (median ms, spread, loss of the last) of steps that take turns, so that a drift of the card's clocks meets all."""
+    times, losses = {name: [] for name in steps}, {}
+    for step in steps.values():
+        warm_up(run, step)
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            times[name] += time_each(run.backend, [lambda: losses.update({name: step()})] * run.sizes.steps)
+    return {name: (*summarize(times[name]), losses[name]) for name in steps}
+
+
+def small_rows(B, T, measured: dict, reference) -> list[dict]:
+    base = measured[reference][0]
+    return [
+        {"-b": B, "run": name, "ms": ms, "spread": spread, "tokens/s": B * T / ms * 1e3, "ratio": ms / base, "loss": loss}
+        for name, (ms, spread, loss) in measured.items()
+    ]

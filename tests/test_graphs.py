@@ -1,0 +1,145 @@
+"""Steps as graphs: captured once, replayed with the very same arguments, and the same bits as steps that run as they come.
+
+On a CPU a recorder stands in for CUDA's graphs, see recorded_graph.py; tests/test_cuda.py has those on a card.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no triton here, and graphs are of its kernels: python -m pip install triton")
+
+from recorded_graph import RecordedGraph
+from test_kernels import patched_once, raw, sized_chunks  # noqa: F401  (a fixture, which makes the interpreter twice as fast)
+
+from llmc.config import ModelConfig
+from llmc.data.order import token_order
+from llmc.errors import UserError
+from llmc.gpt2 import GPT2
+from llmc.graphs import Graphs
+from llmc.memory import plan as plan_module
+from llmc.memory.plan import Plan, PlanOptions
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a card tests/test_cuda.py has real graphs")
+
+TINY = ModelConfig(max_seq_len=8, vocab_size=21, num_layers=2, num_heads=2, channels=16, padded_vocab_size=24)
+B, T, ACCUM = 2, 5, 2
+
+
+@pytest.fixture
+def no_grad(monkeypatch):
+    """As the program runs, with partial sums that the interpreter can afford."""
+    monkeypatch.setattr(plan_module, "COLUMN_PARTIALS", 2)
+    monkeypatch.setattr(plan_module, "NORM_PARTIALS", 4)
+    sized_chunks(monkeypatch, 512, 512)
+    with torch.no_grad():
+        yield
+
+
+def build(graphs=None, **options):
+    model = GPT2(Plan(PlanOptions(TINY, B, T, kernels="triton", sample_length=8, **options)), graphs=graphs)
+    model.init_random()
+    return model
+
+
+class Recorded:
+    """Graphs that are recorded instead of captured: what they refer to is the model's arenas, and nothing else."""
+
+    def __init__(self):
+        self.captured, self.model = 0, None
+        self.graphs = Graphs(self.capture, pool="none")
+
+    def capture(self, work, pool):
+        assert pool == "none"
+        self.captured += 1
+        graph = RecordedGraph([*self.model.flat.values(), *self.model.acts.values()])
+        graph.capture(work)
+        assert graph.outside == []
+        return graph
+
+
+def batch(number):
+    tokens = np.random.default_rng(number).integers(0, TINY.vocab_size, (2, B, T))
+    return tokens[0], tokens[1]
+
+
+def trained(model, steps=3):
+    """Everything that training, evaluating in between and the optimizer leave: bytes by name."""
+    left = {}
+    for step in range(steps):
+        for micro_step in range(ACCUM):
+            inputs, targets = batch(10 * step + micro_step)
+            model.train(inputs, targets, ACCUM, micro_step, token_order(inputs))
+        norm = model.grad_norm()
+        left[f"loss {step}"], left[f"norm {step}"] = raw(model.acts["loss_sum"]), raw(model.acts["grad_norm"])
+        left[f"gradients {step}"] = raw(model.flat["gradients"])
+        model.update(1e-2 / (step + 1), 0.1, step + 1, norm)
+        left[f"evaluation {step}"] = raw(model.token_losses(*batch(1000 + step)))
+    return left | {name: raw(arena) for name, arena in model.flat.items()}
+
+
+@pytest.mark.parametrize("options", [
+    {"precision": "fp32", "recompute": 0}, {"precision": "bf16", "recompute": 6, "head_chunk": 3},
+    {"precision": "bf16", "master": "bits16", "optimizer_state": "bf16"},
+], ids=lambda o: "-".join(map(str, o.values())))  # fmt: skip
+def test_graphs_and_eager_give_the_same_bits_step_after_step(no_grad, options):
+    """Losses, norms, gradients, weights, moments and evaluations, with a learning rate and seeds that change at every step."""
+    eager, recorded = trained(build(**options)), Recorded()
+    recorded.model = model = build(recorded.graphs, **options)
+    ours = trained(model)
+    assert list(ours) == list(eager) and [name for name in ours if ours[name] != eager[name]] == []
+    # micro-step 0, the later ones, norm, update, evaluation
+    assert recorded.captured == 5
+
+
+def test_weights_that_were_loaded_are_those_that_graphs_use(no_grad):
+    """A graph knows addresses, not values: after a resume in place it goes on from there."""
+    recorded = Recorded()
+    recorded.model = model = build(recorded.graphs)
+    trained(model)
+    fresh = build()
+    for name, arena in model.flat.items():
+        arena.copy_(fresh.flat[name])
+    model.rng.state, model.rng_state_last_update = fresh.rng.state, fresh.rng_state_last_update
+    assert trained(model, 1) == trained(fresh, 1)
+
+
+def test_work_runs_once_as_it_comes_and_is_captured_once():
+    did = []
+    graphs = Graphs(lambda work, pool: did.append(("capture", pool)) or SimpleNamespace(replay=lambda: did.append("replay")), "pool")
+    for _ in range(3):
+        graphs.run("step", lambda: did.append("run"))
+    graphs.run("other", lambda: did.append("run other"))
+    assert did == ["run", ("capture", "pool"), "replay", "replay", "run other"]
+
+
+def test_what_cannot_be_captured_is_a_sentence_with_a_way_out_but_running_out_of_memory_is_itself():
+    def refuse(text):
+        def capture(work, pool):
+            raise RuntimeError(text)
+
+        graphs = Graphs(capture, "pool")
+        graphs.run("update", lambda: None)
+        graphs.run("update", lambda: None)
+
+    with pytest.raises(UserError, match=r"^the update cannot be captured as a CUDA graph \(operation not permitted\); use --cuda-graph 0$"):
+        refuse("operation not permitted\nmore of it")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        refuse("CUDA out of memory")
+
+
+def test_the_reason_is_what_went_wrong_first():
+    """The end of a capture that is broken raises too, and says no more than that."""
+
+    def capture(work, pool):
+        try:
+            raise ValueError("a number was asked for")
+        except ValueError:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    graphs = Graphs(capture, "pool")
+    graphs.run("norm", lambda: None)
+    with pytest.raises(UserError, match=r"\(a number was asked for\)"):
+        graphs.run("norm", lambda: None)

@@ -1,0 +1,173 @@
+"""numba's kernels against the torch functions of the same names: the tests of Triton's kernels, run once more, and what only these have."""
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from math import inf, nan
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU: python -m pip install numba", exc_type=ImportError)
+
+import llmc.kernels_cpu
+import test_kernels
+from llmc.kernels_cpu import door, why_no_cpu_kernels
+from llmc.kernels_cpu.operations import numba_operations
+from llmc.layers import attention_operations, torch_operations
+from test_kernels import (  # noqa: F401
+    results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
+    test_a_weight_that_is_nan_stays_one, test_adamw_clips_as_torch_does_whatever_the_norm,
+    test_adamw_has_torch_s_bits_in_every_form_step_after_step, test_adamw_leaves_the_rest_of_the_arenas_alone,
+    test_adamw_rounds_ties_as_torch_does, test_adamw_takes_the_norm_where_it_lies_or_as_a_number,
+    test_classifier_finds_the_largest_logit_in_any_block, test_classifier_is_cross_entropy_and_its_gradient,
+    test_classifier_survives_logits_beyond_exp, test_encoder_backward_has_torch_s_bits, test_encoder_backward_takes_every_seed,
+    test_encoder_forward_has_torch_s_bits, test_every_recompute_level_gives_the_same_bits,
+    test_fp32_gradients_of_bf16_weights_have_the_same_bits_at_the_lowest_and_the_highest_level,
+    test_gelu_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s,
+    test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient, test_gelu_may_write_over_its_input,
+    test_gelu_of_all_kinds_of_numbers_has_torch_s_bits, test_global_norm, test_global_norm_tells_of_nan_wherever_it_is,
+    test_golden_losses_of_llmc, test_gradients_are_those_of_the_torch_operations_but_for_noise,
+    test_layernorm_backward, test_layernorm_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s,
+    test_layernorm_backward_without_a_projection_below_gives_the_other_gradients_the_same_bits, test_layernorm_forward,
+    test_layernorm_of_a_constant_row_is_its_bias, test_losses_of_three_steps_are_those_of_the_torch_operations_but_for_noise,
+    test_normalising_from_given_statistics_has_torch_s_bits,
+    test_residual_and_layernorm_in_one_are_the_two_one_after_the_other,
+    test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise,
+    test_updates_of_a_model_have_the_bits_of_the_torch_operations,
+)  # fmt: skip
+from test_layers import dtypes, same_bits
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def kernels():
+    return SimpleNamespace(**numba_operations())
+
+
+@pytest.fixture
+def own():
+    return "numba"
+
+
+@pytest.fixture
+def small_chunks():
+    """What the interpreter of Triton's kernels takes in smaller pieces, to be done with them, is done soon enough here."""
+
+
+few_partials = small_chunks
+
+
+@pytest.fixture(autouse=True)
+def as_in_the_program(monkeypatch):
+    """On the CPU, card or not."""
+    monkeypatch.setattr(test_kernels, "DEVICE", "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(threads)
+
+
+def test_kernels_have_the_names_and_arguments_of_the_torch_functions():
+    """Of all but those that a CPU's attention, which sums its bias itself, does not call."""
+    ours, torchs = numba_operations(), torch_operations() | attention_operations()
+    assert list(ours) == [name for name in torchs if name not in ("pack_gradients", "matmul_dbias")]
+    for name, function in ours.items():
+        assert inspect.signature(function) == inspect.signature(torchs[name]), name
+
+
+def test_numba_has_one_door():
+    imports = re.compile(r"^\s*(import|from)\s+(numba|llvmlite)\b", re.M)
+    files = [*(REPO / "llmc").rglob("*.py"), REPO / "train_gpt2.py"]
+    assert [str(f.relative_to(REPO)) for f in files if imports.search(f.read_text())] == ["llmc/kernels_cpu/door.py"]
+
+
+@dtypes
+@pytest.mark.parametrize("name", [name for name in torch_operations() if name in numba_operations()])
+def test_neither_what_buffers_held_nor_the_number_of_threads_matters_to_a_bit(kernels, name, dtype):
+    first = results(kernels, name, dtype, nan)
+    assert not any(out.isnan().any() for out in first)
+    for threads, garbage in ((1, -3e30), (2, nan), (5, -3e30)):
+        torch.set_num_threads(threads)
+        assert all(same_bits(a, b) for a, b in zip(first, results(kernels, name, dtype, garbage))), threads
+
+
+@dtypes
+def test_a_row_of_logits_with_a_nan_has_no_loss_and_other_rows_know_nothing_of_it(kernels, dtype):
+    """Of either sign; and the same of an infinity, or of nothing but minus infinity. Minus infinity alone has no mass."""
+    V, logits = 40, torch.zeros(6, 44, dtype=dtype)
+    logits[1, 3], logits[2, 17], logits[3, 39], logits[4, :V], logits[5, 1:V] = nan, -nan, inf, -inf, -inf
+    losses, targets = torch.zeros(6), torch.zeros(6, dtype=torch.int64)
+    kernels.fused_classifier_inplace(logits, losses, targets, {}, V=V, dloss=1.0, rows_at_once=1)
+    assert losses[1:5].isnan().all() and logits[1:5, :V].isnan().all()
+    assert abs(losses[0] - np.log(V)) < 1e-6 and losses[5] == 0
+    assert not logits[0].isnan().any() and not logits[5].any()
+
+
+def test_exp_is_off_by_an_ulp_at_most_and_nothing_where_it_would_be_subnormal():
+    @door.njit
+    def powers(out, x):
+        for i in range(len(x)):
+            door.store(out, i, door.exp_below_zero(door.load(x, i)))
+
+    x = np.concatenate([-np.geomspace(1e-30, 86.9, 200_000), -np.linspace(0, 86.9, 200_000)]).astype(np.float32)
+    out, exact = np.full_like(x, nan), np.exp(x.astype(np.float64))
+    powers(out, x)
+    assert (abs(out - exact) <= np.spacing(exact.astype(np.float32))).all()
+    beyond, out = np.array([-87.1, -104, -1e4, -3e38, -inf, nan], np.float32), np.full(6, nan, np.float32)
+    powers(out, beyond)
+    assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
+
+
+RUN = """
+import torch
+from llmc.kernels_cpu import why_no_cpu_kernels
+from llmc.kernels_cpu.global_norm import _global_norm as kernel
+
+print(why_no_cpu_kernels() or (sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values())))
+"""
+
+
+def test_compiled_kernels_are_kept_until_any_of_their_sources_changes_or_not_at_all_where_nothing_can_be_written(tmp_path):
+    """Also what a kernel imports, of which numba knows nothing."""
+    shutil.copytree(REPO / "llmc", tmp_path / "llmc", ignore=shutil.ignore_patterns("__pycache__"))
+    package, nowhere = tmp_path / "llmc" / "kernels_cpu", str(tmp_path / "file")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
+    environment |= {"HOME": nowhere, "XDG_CACHE_HOME": nowhere, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def hits_and_misses():
+        done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert hits_and_misses() == "(0, 1)"
+    assert hits_and_misses() == "(1, 0)"
+    with open(package / "door.py", "a") as file:
+        file.write("# changed\n")
+    assert hits_and_misses() == "(0, 1)"
+    shutil.rmtree(package / "__pycache__")
+    (package / "__pycache__").touch()
+    (tmp_path / "file").touch()
+    assert hits_and_misses() == "(0, 1)"
+
+
+def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):
+    """numba missing, or not to be imported, as with a numpy newer than it knows."""
+    assert why_no_cpu_kernels() == ""
+
+    def refuse(*args):
+        raise ImportError("Numba needs NumPy 2.4 or less.\nGot NumPy 9.9.")
+
+    monkeypatch.setattr(door, "launch", refuse)
+    assert why_no_cpu_kernels() == "numba's kernels do not run here: Got NumPy 9.9."
+    monkeypatch.setattr(llmc.kernels_cpu, "find_spec", lambda name: None)
+    assert why_no_cpu_kernels() == "numba is not installed (pip install numba)"
