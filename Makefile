@@ -33,8 +33,8 @@ gpu-check:
 	$(or $(wildcard $(python)),$(PYTHON)) scripts/gpu_check.py
 
 bench: $(VENV)/installed
+	$(python) scripts/bench.py --sweep
 	$(python) scripts/bench.py -e d12 -b 4 -t 64
-	$(python) scripts/bench.py -e d12 -b 4 -t 256
 	$(python) scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory
 
 $(data)/stdlib_train.bin: | $(VENV)/installed

@@ -14,7 +14,7 @@ GB/s      each tensor among the arguments and results counts once, whatever is d
           or added to; working room not at all; of an embedding the rows of tokens that occur. Of the update: what it reads and writes
 TFLOP/s   matmuls from their shapes; causal attention counts the half it computes: 2 B T T C forward, 5 B T T C backward
 of limit  the least time that its bytes take at the speed of a large copy, or its FLOPs at that of a large matmul, whichever is more,
-          over the time it took. Above 100%: what it reads was in a cache
+          over the time it took. Above 100%: what it reads was in a cache, or is written in place, which spares what a copy waits for
 rest      what no operation covers: Python between them, a device that waits for it, copies in, fills
 """
 
