@@ -3,8 +3,10 @@
 import dataclasses
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -238,7 +240,9 @@ def run_script(name, folder, body):
     )
     stub.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(stub), "LOG_DIR": str(log), "MAX_TRIES": "3", "RETRY_AFTER_S": "0"}
-    code = subprocess.run(["bash", str(REPO / "scripts" / name)], env=environment, capture_output=True, text=True, timeout=20).returncode
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in a background job Ctrl-C is ignored, and a shell cannot undo that
+    command = ["bash", str(REPO / "scripts" / name)]
+    code = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, preexec_fn=listens).returncode
     calls = (log / "calls").read_text().count("x") if (log / "calls").exists() else 0
     return code, calls
 
