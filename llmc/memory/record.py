@@ -25,7 +25,7 @@ class MemoryRecord:
     def __init__(self, folder, plan: Plan, settings, backend):
         self._path = Path(folder) / RECORD_NAME if folder else None
         self._backend, self._phases, self._started = backend, set(), False
-        self._baseline = backend.baseline_bytes()
+        self._baseline = self._peak = backend.baseline_bytes()
         self._values = {
             "version": __version__,
             "device": backend.name,
@@ -49,7 +49,8 @@ class MemoryRecord:
         if name in self._phases:
             return
         self._phases.add(name)
-        peak = self._backend.peak_bytes()
+        # Linux keeps its count of a process's pages in parts, one a thread, so a later reading may be some pages below an earlier one
+        self._peak = peak = max(self._peak, self._backend.peak_bytes())
         self._values["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
         self._write()
 
