@@ -8,7 +8,8 @@ The program, top to bottom: opening what the flags ask for, building it, the loo
 what is asked llmc/: flags, request (model, sizes, plan, what auto decides)
 layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
-memory        llmc/memory/: tables, recompute ladder, plan, cost, choose, arenas, offload, report, record
+memory        llmc/memory/: tables, recompute ladder, plan, cost, traffic, choose, arenas, offload, report, record
+several ranks llmc/distributed/: place, rendezvous, watch
 host side     llmc/: data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
 
@@ -19,6 +20,7 @@ import shutil
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
 from math import isfinite
@@ -26,15 +28,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
+from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
 from llmc.checkpoint.store import extra_path, prepare_folder
 from llmc.config import ModelConfig
-from llmc.distributed import open_world
-from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory
+from llmc.distributed import Place, World, close_world, device_of, find_place, open_world, prepare_torch, told
+from llmc.errors import NotEnoughMemory, RankLost, UserError, is_out_of_memory
 from llmc.flags import Settings, format_help, parse, refuse_unbuilt
 from llmc.interrupt import StopRequest
-from llmc.kernels import why_no_kernels
-from llmc.kernels_cpu import compile_kernels, why_no_cpu_kernels
+from llmc.kernels_cpu import compile_kernels
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
 from llmc.memory.choose import in_mib
 from llmc.memory.plan import MIB, Plan, PlanOptions, head_chunk_rows
@@ -45,8 +46,8 @@ from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.rand import XorShift
 from llmc.request import (
-    check_attention, check_batch, check_gelu_fusion, check_graphs, check_lengths, check_precision, choose_model, longest_rows,
-    plan_options, plan_text, run_budget, settle, settle_kernels, training_data,
+    check_agreement, check_attention, check_batch, check_gelu_fusion, check_graphs, check_lengths, check_precision, choose_model,
+    data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 
@@ -57,7 +58,7 @@ LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO} 
 
 def main(argv=None) -> int:
     """Run the command line; the exit code: 0 done, 1 nobody reads the output, 2 a sentence on what to change, 3 it does not
-    fit in memory, 130 Ctrl-C before the loop."""
+    fit in memory, 4 another rank was lost, 130 Ctrl-C before the loop."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if closed; a path or sample that a terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -80,6 +81,11 @@ def main(argv=None) -> int:
         print(end="", flush=True)
         print(f"error: {error}\n\n{not_enough_memory(error)}", file=sys.stderr)
         return 3
+    except RankLost as error:
+        print(end="", flush=True)
+        if not error.said_elsewhere:
+            print(f"error: {error}", file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was lost", file=sys.stderr)
         return 130
@@ -101,27 +107,41 @@ def main(argv=None) -> int:
 
 
 def open_run(s: Settings) -> SimpleNamespace:
-    """Open the device, decide what is left to decide, and plan; prints llm.c's table on the way. Nothing large is allocated."""
+    """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
     refuse_unbuilt(s)
-    world = open_world()
+    place = find_place(s)
     source = choose_model(s)
     check_precision(s, source)
+    check_lengths(s, source.config)
+    threads = s.threads or threads_of(place)
+    prepare_torch(place, threads)
+    backend = open_backend(device_of(place, s.device), threads, bool(s.tf32))
+    world = open_world(place, backend.kind, s.timeout)
+    if world.rank > 0:
+        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+    with told(world):
+        return settle_run(s, source, backend, world)
+
+
+def threads_of(place: Place) -> int:
+    """CPU threads of this process: those of a machine are shared out among its ranks. 0 leaves it to torch."""
+    return max(1, len(os.sched_getaffinity(0)) // place.num_local) if place.num_processes > 1 else 0
+
+
+def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: World) -> SimpleNamespace:
+    """Decide what is left to decide, and plan."""
     config = source.config
-    check_lengths(s, config)
-    backend = open_backend(s.device, s.threads, bool(s.tf32))
     precision = choose_precision(source.precision or s.precision, backend)
-    why_not = ""
-    if s.kernels != "torch":  # which is also the way round kernels that would end the process
-        why_not = why_no_kernels(backend.capability()) if backend.kind == "cuda" else why_no_cpu_kernels()
-    s, reasons = settle_kernels(s, backend.kind, why_not)
-    options = plan_options(s, config, precision, backend.kind, backend.processors())
+    check_agreement(s, source, precision, world)
+    s, reasons = settle_kernels_of(s, backend)
+    options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     check_attention(options)
     check_gelu_fusion(options)
     graphs = check_graphs(s, options)
-    budget = run_budget(s, backend)
+    budget = run_budget(s, backend, world)
     s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))
     grad_accum_steps = check_batch(s, world)
-    total_batch_size = s.batch_size * s.sequence_length * world.num_processes * grad_accum_steps
+    total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps
 
     print_settings(s, total_batch_size)
     peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
@@ -143,7 +163,8 @@ def open_run(s: Settings) -> SimpleNamespace:
         notes.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}"
         )
-    plan = Plan(plan_options(s, config, precision, backend.kind, backend.processors()))
+    options = plan_options(s, config, precision, backend.kind, world, backend.processors())
+    plan = Plan(replace(options, rank=world.rank))
     notes.append(chosen_line(plan.options, graphs))
     return SimpleNamespace(
         settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs,
@@ -167,7 +188,8 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     from llmc.data.evals import EvalLoader
     from llmc.data.shards import TokenLoader
 
-    batch = dict(B=s.batch_size, T=s.sequence_length, rank=world.rank, num_processes=world.num_processes, vocab_size=config.vocab_size)
+    ranks, rank = plan.options.ranks, world.rank // plan.options.tensor_parallel  # of those that read different data
+    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, num_processes=ranks, vocab_size=config.vocab_size)
     train_data, train_flag = training_data(s)
     train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
     val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
@@ -185,6 +207,8 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     print_rows({"train_num_batches": max_steps, "val_num_batches": val_batches})
     print_rows({"run hellaswag": "yes" if eval_loader else "no"})
     print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
+    if s.tensor_parallel > 1:
+        print_rows({"tensor_parallel": s.tensor_parallel})
     for line in (*run.notes, *notes(s, run, tokenizer)):
         print(line)
 
@@ -192,8 +216,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     print(f"num_parameters: {num_parameters(config)} => bytes: {parameters}")
     print(f"allocated {parameters // MIB} MiB for model parameters")
     print(
-        f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={world.num_processes} "
-        f"and total_batch_size={run.total_batch_size}"
+        f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={ranks} and total_batch_size={run.total_batch_size}"
     )
     print(f"=> setting grad_accum_steps={run.grad_accum_steps}")
     if s.log_gpu_every > 0:
@@ -208,14 +231,15 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
             print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
     record = MemoryRecord(folder, plan, s, backend)
     model = build_model(run)
+    writer = checkpoint_writer(plan)
     more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
     print(*usage_lines(plan, *backend.memory_bytes(), more_bytes), sep="\n", flush=True)
     record.phase("build", 0)
 
     run.__dict__.update(
-        model=model, record=record, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
+        model=model, record=record, writer=writer, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
         tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, resume_step=run.source.resume_step,
-        loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(),
+        loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(), has_waited=False,
     )  # fmt: skip
     if run.resume_step is not None:
         resume(run)
@@ -228,8 +252,8 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
 def notes(s: Settings, run, tokenizer):
     """Lines about what a user may not expect of these flags."""
     config = run.plan.options.config
-    if s.zero_stage == 1:
-        yield "with one process ZeRO has nothing to shard: -z 1 is the same as -z 0"
+    if s.zero_stage > 0 and run.world.num_processes == 1:
+        yield f"with one process ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
     if s.gelu_fusion and s.recompute > 0:
@@ -243,6 +267,8 @@ def notes(s: Settings, run, tokenizer):
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
     if s.checkpoint_every > 0 and not s.output_dir:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
+    if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
+        yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
     if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
@@ -259,23 +285,38 @@ def build_model(run):
             f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
             plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.source.resume_step is not None,
         )  # fmt: skip
-    if plan.host_bytes > available_host_bytes():
+    if plan.host_bytes > (host := available_host_bytes()):
+        o = plan.options
+        asked = " with ".join(["--offload-residual"] * o.offload_residual + ["--async-checkpoint 1"] * o.async_checkpoint)
         raise UserError(
-            f"--offload-residual needs {in_mib(plan.host_bytes)} MiB of host memory, and there are {available_host_bytes() // MIB} MiB; "
-            "use a smaller -b, or leave it out and see --plan"
+            f"{asked} needs {in_mib(plan.host_bytes)} MiB of host memory, and there are {host // MIB} MiB; "
+            f"{'use a smaller -b, or ' * o.offload_residual}leave it out and see --plan"
         )
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.snapshot import load_weights
+    from llmc.distributed.group import split_world
+    from llmc.distributed.sharing import Sharing
+    from llmc.distributed.tensor_parallel import Divided, Undivided
     from llmc.gpt2 import GPT2
-
     from llmc.graphs import Graphs
 
-    model = GPT2(plan, run.backend.device, run.world.rank, Graphs() if run.graphs else None)
+    sharing = None
+    if plan.options.world > 1:
+        same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
+        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole)
+    model = GPT2(plan, run.backend.device, sharing, Graphs() if run.graphs else None)
     if run.source.file is None:
         model.init_random()
     elif run.source.resume_step is None:
         load_weights(run.source.file, model)
     return model
+
+
+def checkpoint_writer(plan: Plan):
+    """What writes checkpoints, with the memory that it needs to do so beside training."""
+    from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
+
+    return WriteBeside(plan) if plan.options.async_checkpoint else WriteAtOnce()
 
 
 @contextmanager
@@ -345,8 +386,11 @@ def print_rows(rows: dict):
 def train(s: Settings):
     """Train as the flags say, from opening the device to the last checkpoint."""
     run = open_run(s)
-    with memory_explained(run):
-        loop(build(run))
+    with told(run.world), memory_explained(run):
+        build(run)
+        with checkpoint_kept(run):
+            loop(run)
+    close_world(run.world)
 
 
 def loop(run):
@@ -354,21 +398,24 @@ def loop(run):
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
-    stop, clock, launched = StopRequest(), StepClock(run), None
+    stop, clock, launched = StopRequest(alone=run.world.num_processes == 1), StepClock(run), None
+    run.stop = stop
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
         for is_due, diagnose in diagnostics:
-            stopping = stop.requested
+            stopping = stop.agreed
             if is_due(run, step, last, stopping):
                 launched = finish_step(run, clock, launched)
+                run.world.progress(f"step {step}, {diagnose.__name__}")
                 diagnose(run, step, stop)
                 clock.pause()
         if last or stopping:
             break
         if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
             launched = finish_step(run, clock, launched)
+        run.world.progress(f"step {step}")
         before, launched = launched, None
         try:
             launched = launch_step(run, clock, step)
@@ -380,6 +427,7 @@ def loop(run):
         if not run.backend.asynchronous:
             launched = finish_step(run, clock, launched)
     finish_step(run, clock, launched)
+    complete_checkpoint(run)
     print(f"total average iteration time: {clock.average_ms:f} ms")
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
@@ -408,6 +456,7 @@ def on_period(period: int, step: int, last: bool) -> bool:
 
 def launch_step(run, clock, step: int) -> SimpleNamespace:
     """Give the device one training step; what finish_step needs."""
+    run.writer.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
         loader.reset()
@@ -415,8 +464,9 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
     for micro_step in range(accum):
         inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
+    model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.writer.written
     grad_norm = model.grad_norm()
-    launched.reading = run.backend.read_later(model.acts["loss_sum"], grad_norm)
+    launched.reading = run.backend.read_later(model.acts["loss_sum"], grad_norm, model.sharing.stops, model.sharing.written_by_all)
     launched.lr = learning_rate(
         s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
     )
@@ -434,10 +484,12 @@ def may_skip(s: Settings) -> bool:
 
 
 def judge(run, launched) -> SimpleNamespace:
-    """Loss and norm of a step, with their z-scores among those before."""
-    loss_sum, norm = launched.reading()
+    """Loss and norm of a step, with their z-scores among those before; and how many checkpoints all ranks had written by then."""
+    loss_sum, norm, stops, written = launched.reading()
+    run.stop.agreed |= stops > 0
     loss = loss_sum / run.model.tokens(run.grad_accum_steps)
-    return SimpleNamespace(loss=loss, norm=norm, loss_z=run.loss_outliers.update(loss), norm_z=run.norm_outliers.update(norm))
+    loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
+    return SimpleNamespace(loss=loss, norm=norm, loss_z=loss_z, norm_z=norm_z, checkpoints_written=written)
 
 
 def finish_step(run, clock, launched) -> None:
@@ -457,6 +509,8 @@ def finish_step(run, clock, launched) -> None:
     run.log.train(step, judged.loss, launched.lr, judged.norm)
     run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
     run.record.phase("first step", step)
+    if run.writer.step is not None and judged.checkpoints_written == run.writer.begun:
+        end_checkpoint(run)
 
 
 class StepClock:
@@ -514,10 +568,11 @@ def validate(run, step, stop):
     run.val_loader.reset()
     means = []
     for _ in range(run.val_batches):
-        if stop.requested:
+        if stop.agreed:
             return
         means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
-    loss = sum(mean.item() for mean in means) / run.val_batches
+    sharing = run.model.sharing
+    loss = sharing.total(sum(mean.item() for mean in means)) / (run.val_batches * sharing.size)
     print(f"val loss {loss:f}", flush=True)
     run.log.val(step, loss)
     run.record.phase("evaluation", step)
@@ -531,12 +586,12 @@ def evaluate(run, step, stop):
     """HellaSwag accuracy."""
 
     def token_losses(inputs, targets):
-        if stop.requested:  # the whole of it can take an hour on a CPU
+        if stop.agreed:  # the whole of it can take an hour on a CPU
             raise Stopped
         return run.model.token_losses(inputs, targets).cpu().numpy()
 
     try:
-        correct = run.eval_loader.evaluate(token_losses)
+        correct = int(run.model.sharing.total(run.eval_loader.evaluate(token_losses)))
     except Stopped:
         return
     accuracy = correct / run.eval_loader.num_examples
@@ -585,22 +640,61 @@ def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
 
 
 def checkpoint(run, step: int, stop=None):
-    """Write everything a resumed run needs to go on as if it had never stopped; delete what -nk no longer keeps."""
-    from llmc.checkpoint.snapshot import save_snapshot
+    """Write everything a resumed run needs to go on as if it had never stopped: now, or beside the next steps."""
+    from llmc.checkpoint.snapshot import begin_snapshot
 
-    s, world = run.settings, run.world
+    s = run.settings
+    if run.writer.busy and not run.has_waited:
+        run.has_waited = True
+        print(f"note: the checkpoint of step {run.writer.step} is still being written; that of step {step} waits for it, as will others")
+    complete_checkpoint(run)
     extra = {
         "loss_outliers": run.loss_outliers.state(),
         "norm_outliers": run.norm_outliers.state(),
         "B": s.batch_size,
         "T": s.sequence_length,
+        "data": run.train_loader.data_state(),
     }
-    save_snapshot(
-        s.output_dir, step, run.model, run.train_loader, extra, rank=world.rank, num_processes=world.num_processes,
-        master_weights=run.plan.options.master != "none",
-    )  # fmt: skip
+    master_weights = run.plan.options.master != "none"
+    begin_snapshot(run.writer, s.output_dir, step, run.model, run.train_loader, extra, master_weights=master_weights)
+    if not s.async_checkpoint:
+        complete_checkpoint(run)
+
+
+def complete_checkpoint(run):
+    """Wait until all ranks have written the checkpoint that is on its way, if one is."""
+    from llmc.checkpoint.snapshot import await_all
+
+    if run.writer.step is not None:
+        await_all(run.writer, run.model.sharing)
+        end_checkpoint(run)
+
+
+def end_checkpoint(run):
+    """All ranks have written theirs: now it counts, and what -nk no longer keeps is deleted."""
+    from llmc.checkpoint.snapshot import end_snapshot
+
+    step = end_snapshot(run.writer, run.settings.output_dir, run.model)
+    if run.settings.async_checkpoint:
+        print(f"Wrote checkpoint at step {step}", flush=True)
     delete_replaced(run, step)
     run.record.phase("checkpoint", step)
+
+
+@contextmanager
+def checkpoint_kept(run):
+    """Whatever ends the run, a checkpoint that is being written is written to its end. It counts if no other rank has a part in it."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # there may be nobody to print to
+            try:
+                run.writer.wait()
+                if run.writer.step is not None and run.world.num_processes == 1:
+                    end_checkpoint(run)
+            except UserError as error:
+                print(f"note: {error}")
+        raise
 
 
 def delete_replaced(run, step: int):
@@ -608,23 +702,26 @@ def delete_replaced(run, step: int):
     from llmc.checkpoint.snapshot import rotate
 
     s = run.settings
-    if s.checkpoint_every > 0:
-        rotate(
-            s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every, rank=run.world.rank
-        )
+    if s.checkpoint_every > 0 and run.world.rank == 0:
+        rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
 
 def resume(run):
-    """Become the run that wrote the newest checkpoint."""
+    """Become the run that wrote the newest checkpoint, however many ranks it had, and in whatever batches it counted."""
+    from llmc.checkpoint.saved_state import SavedState
     from llmc.checkpoint.snapshot import load_snapshot
+    from llmc.data.resume import plan_resume
 
-    s, world = run.settings, run.world
-    extra = load_snapshot(
-        s.output_dir, run.resume_step, run.model, run.train_loader, rank=world.rank, num_processes=world.num_processes,
-        master_weights=run.plan.options.master != "none",
-    )  # fmt: skip
-    if extra:  # a checkpoint that llm.c wrote has none
-        adopt(run, extra)
+    s, loader = run.settings, run.train_loader
+    saved = SavedState(s.output_dir, run.resume_step, run.model.config)
+    load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
+    ranks = range(saved.num_processes)
+    states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
+    continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
+    loader.go_on(continued)
+    print(*continued.notes, sep="\n", end="\n" * bool(continued.notes))
+    if extras[0]:  # a checkpoint that llm.c wrote has none
+        adopt(run, extras[0])
     delete_replaced(run, run.resume_step)  # a crash can fall between a checkpoint and the deletion that follows it
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
@@ -632,15 +729,10 @@ def resume(run):
 
 
 def adopt(run, extra: dict):
-    """Take over what the state file has no room for. Raises UserError where it is damaged, or was counted in other batches."""
-    s, path = run.settings, extra_path(run.settings.output_dir, run.resume_step, run.world.rank)
-    if missing := {"B", "T", "loss_outliers", "norm_outliers"} - extra.keys():
+    """Take over what the state file has no room for. Raises UserError where it is damaged."""
+    path = extra_path(run.settings.output_dir, run.resume_step, 0)
+    if missing := {"loss_outliers", "norm_outliers"} - extra.keys():
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
-    if (extra["B"], extra["T"]) != (s.batch_size, s.sequence_length):
-        raise UserError(
-            f"{path} is of a run with -b {extra['B']} -t {extra['T']}, in which its place in the data is counted, "
-            f"and this is -b {s.batch_size} -t {s.sequence_length}; resume with the same"
-        )
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
 

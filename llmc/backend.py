@@ -49,7 +49,7 @@ class Backend:
         return first.elapsed_time(second) / 1e3
 
     def read_later(self, *numbers):
-        """Start to fetch tensors of one number each; a function that waits for them and returns a list of floats.
+        """Start to fetch tensors of one number each, or plain numbers; a function that waits for them and returns a list of floats.
 
         What is launched next may overwrite them.
         """
@@ -60,7 +60,7 @@ class Backend:
 
         host = torch.empty(len(numbers), pin_memory=True)  # its memory is used again once nobody waits for it
         for out, number in zip(host.unbind(), numbers):
-            out.copy_(number.view(()), non_blocking=True)
+            out.copy_(torch.as_tensor(number).view(()), non_blocking=True)
         done = torch.cuda.Event()
         done.record()
 
@@ -205,13 +205,16 @@ def deterministic(device):
 
 
 @contextmanager
-def bf16_products():
-    """fp32 matmuls on a CPU round their factors to bf16 and add up in fp32, at up to twice fp32's speed.
+def bf16_products(active: bool):
+    """If active, fp32 matmuls on a CPU round their factors to bf16 and add up in fp32, at up to twice fp32's speed.
 
     Exact for factors that were bf16 before they were widened. A processor without bf16 multiplies in fp32.
     """
     import torch
 
+    if not active:
+        yield
+        return
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

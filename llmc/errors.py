@@ -30,6 +30,21 @@ class NotEnoughMemory(Exception):
         self.grad_accum_steps, self.batch_is_fixed = grad_accum_steps, batch_is_fixed
 
 
+LOST_CODE = 4
+
+
+class RankLost(Exception):
+    """Another process of the run is gone, hangs or has stopped. Exit code 4: starting all of them again, with -y 1, may help.
+
+    The code is that of the other where it stopped for a reason that would stop it again: 2, 3 or 130. `said_elsewhere`: another
+    rank prints the sentence.
+    """
+
+    def __init__(self, sentence: str, code: int = LOST_CODE, said_elsewhere: bool = False):
+        super().__init__(sentence)
+        self.code, self.said_elsewhere = code, said_elsewhere
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator said no: torch's of a card or of the host, or Python's."""
     signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # the last is cuBLAS's and cuDNN's

@@ -78,6 +78,8 @@ GROUPS = {
         Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep only the newest checkpoints; 0 keeps all", at_least=0),
         Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
              at_least=0),
+        Flag((), "async-checkpoint", int, 0, "0|1", "write checkpoints beside training, which waits only until they are copied into host "
+             "memory that the plan counts", choices=(0, 1)),
         _on_off("-y", "resume", 0, "go on from the newest complete checkpoint in the output directory"),
     ),
     "tokens per step": (
@@ -145,15 +147,24 @@ GROUPS = {
         Flag((), "plan", bool, False, "", "print the memory plan of every -r and exit, on any machine"),
         Flag((), "json", bool, False, "", "the plan as JSON"),
         Flag((), "tensors", bool, False, "", "the plan of -r tensor by tensor"),
+        Flag((), "ranks", int, 0, "COUNT", "processes to plan for, up to thousands; 0: those of -pn", at_least=0, at_most=2**31 - 1),
+        Flag((), "link", float, 0.0, "GBITS", "Gbit/s at which a rank sends to other machines, such as 400, for the plan's times; "
+             "0: unknown", at_least=0),
+        Flag((), "node-link", float, 0.0, "GBITS", "the same inside a machine, between its -pg neighbours; 0: as --link", at_least=0),
     ),
     "several processes": (
-        Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all", at_least=1),
-        Flag(("-pr",), "process-rank", int, 0, "RANK", "number of this process, from 0", at_least=0),
-        Flag(("-pg",), "gpus-per-node", int, 8, "COUNT", "GPUs in each machine", at_least=1),
-        Flag(("-pm", "-pi"), "init-method", str, "mpi", "NAME", "how processes find each other: mpi, fs or tcp",
-             choices=("mpi", "fs", "tcp")),
-        Flag(("-ps",), "server-ip", str, "", "ADDRESS", "where rank 0 listens, for tcp"),
+        Flag((), "tensor-parallel", int, 1, "PARTS", "split every layer and the vocabulary over so many processes, neighbours",
+             at_least=1),
+        Flag((), "tp-recompute-allgather", int, 1, "0|1", "what they gather for a matmul: 1 gathers it again in backward, 0 keeps it",
+             choices=(0, 1)),
+        Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all; not needed with a launcher", at_least=1),
+        Flag(("-pr",), "process-rank", int, 0, "RANK", "number of this process, from 0; not needed with a launcher", at_least=0),
+        Flag(("-pg",), "gpus-per-node", int, 8, "COUNT", "GPUs, and so processes, in each machine, where no launcher says it", at_least=1),
+        Flag(("-pm", "-pi"), "init-method", str, "mpi", "NAME", "how processes find each other: mpi, by a launcher (torchrun, mpirun, "
+             "srun), tcp or fs", choices=("mpi", "fs", "tcp")),
+        Flag(("-ps",), "server-ip", str, "", "HOST[:PORT]", "where rank 0 listens, for tcp; the port is 12345 if not given"),
         Flag(("-pp", "-pf"), "fs-path", str, "/tmp", "DIR", "a folder all processes share, for fs"),
+        Flag((), "timeout", int, 600, "SECONDS", "how long ranks wait for one another, at the start and in a step", at_least=1),
     ),
     "this project's own": (
         Flag((), "device", str, "auto", "auto|cpu|cuda[:N]", "where to train; auto takes a GPU if there is one",
@@ -178,6 +189,10 @@ EXAMPLES = (
     ("a small model from scratch, on any machine", "-e d6 -b 4 -t 128 -d 2048 -x 200 -o log_d6"),
     ("go on where it stopped, or crashed", "-e d6 -b 4 -t 128 -d 2048 -x 400 -o log_d6 -y 1"),
     ("will the 1.5B model fit? nothing is allocated", "-e d48 -b 16 -r 2 --plan --memory-budget h100-80"),
+    (
+        "what 1024 processes each hold and send; nothing is started",
+        "-e gpt3:c12288 -b 1 -t 2048 -r 2 --plan --ranks 1024 -z 3 --tensor-parallel 8 --link 400 --memory-budget h100-80",
+    ),
     ("learn one batch by heart, to see that training works", "-e d12 -b 4 -t 64 -a 1 -x 50 -l 1e-4"),
 )
 
@@ -213,16 +228,8 @@ def parse(argv: list[str]) -> Settings:
 
 
 def refuse_unbuilt(settings: Settings) -> None:
-    """Raise UserError for an option that llm.c has and this trainer cannot honour yet: nothing is switched off silently."""
+    """Raise UserError for options that do not go together, or cannot be honoured: nothing is switched off silently."""
     s = settings
-    if s.num_processes > 1:
-        raise UserError(
-            f"-pn {s.num_processes}: training with several processes is not built yet; use -pn 1, and -d to accumulate to the same batch"
-        )
-    if s.process_rank >= s.num_processes:
-        raise UserError(f"-pr {s.process_rank}: with {s.num_processes} process the only rank is 0; leave -pr out")
-    if s.zero_stage > 1:  # stage 1 over one process has nothing to shard, so it is honoured as it is
-        raise UserError(f"-z {s.zero_stage}: sharding gradients or weights is not built yet; use -z 0 or -z 1")
     if s.recompute != "auto" and s.recompute not in NOT_KEPT:
         raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}, or auto")
     if s.recompute != "auto" and not goes_with(s.recompute, gelu_fusion=s.gelu_fusion):
@@ -236,6 +243,11 @@ def refuse_unbuilt(settings: Settings) -> None:
         raise UserError(f"-r {s.recompute} --offload-residual: this level keeps too few residuals to move; use -r 5, which then keeps none")
     if (s.json or s.tensors) and not s.plan:
         raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")
+    for flag, given in (("ranks", s.ranks), ("link", s.link), ("node-link", s.node_link)):
+        if given and not s.plan:
+            raise UserError(f"--{flag} is about processes that are only planned for; add --plan, or leave it out")
+    if s.node_link and not s.link:
+        raise UserError("--node-link is what is faster than --link, and there is none; add --link, such as --link 400")
     if s.master in ("fp32", "bits16") and not s.master_weights:
         raise UserError(f"--master {s.master} -w 0: one asks for master weights and the other for none; leave one of them out")
 

@@ -5,32 +5,36 @@ other layer is the plan's business: forward runs every stage, backward runs the 
 keeps less simply contains more stages.
 """
 
-from math import prod, sqrt
+from math import sqrt
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from llmc.backend import copy_in
-from llmc.config import ModelConfig
 from llmc.data.order import token_order
-from llmc.files import read_part
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
 from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
 from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
-from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_parameters
+from llmc.distributed.sharing import Alone
+from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
-from llmc.memory.plan import HEAD_GROUP, TUNING, Plan, classifier_rows, head_sums
-from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, parameter_shapes
+from llmc.memory.layout import flat_layout
+from llmc.memory.plan import HEAD_GROUP, LAYER_SLOTS, TUNING, Plan, classifier_rows, head_sums
+from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.rand import XorShift
 
 ROUNDING_STATE = 13371337  # llm.c's; plus the rank
+ENCODER_SEEDS = 0x9E3779B9  # from one rank's seed to the next: each rounds gradients of its own
 INIT_SEED = 42
 INIT_PIECE = 1 << 20  # elements drawn at a time; a multiple of 16
+
+
+OUTER = {p.name for p in PARAMETERS if not p.per_layer}
 
 
 class GPT2:
@@ -39,24 +43,32 @@ class GPT2:
     Public views: params, grads (name -> tensor, file order), and the flat arenas flat["parameters"], flat["gradients"],
     flat["m"], flat["v"], and of a bf16 model flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one,
     each (num_parameters,).
-    graphs  Graphs to run steps, updates and evaluations with; None runs them as they come
+    Of what is sharded over several ranks, params and grads are the tensors of no layer, and the arenas are this rank's shares.
+
+    sharing  this rank's Sharing with the others; None for the only one
+    graphs   Graphs to run steps, updates and evaluations with; None runs them as they come
     """
 
-    def __init__(self, plan: Plan, device="cpu", rank=0, graphs=None):
+    def __init__(self, plan: Plan, device="cpu", sharing=None, graphs=None):
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
-        self.B, self.T, self.NH, self.C = o.B, o.T, o.config.num_heads, o.config.channels
+        self.B, self.T, self.NH, self.C = o.B, o.T, o.config.num_heads // o.tensor_parallel, o.config.channels
         self.tuning, self.attention = TUNING[o.device], o.attention_kind
         self.ops = operations(o.kernel_set)
         self.run = graphs.run if graphs else run_at_once
-        self.rng = XorShift(ROUNDING_STATE + rank)  # seeds every stochastic rounding
+        self.rng = XorShift(ROUNDING_STATE)  # seeds every stochastic rounding, on all ranks alike: they must agree on the weights
         self.rng_state_last_update = self.rng.state
         self.flat = {
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
-        self.params = cut_parameters(self.flat["parameters"], o.config)
-        self.grads = cut_parameters(self.flat["gradients"], o.config)
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
+        self.params, self._layer_weights = self._views("parameters", "weights")
+        self.grads, self._layer_gradients = self._views("gradients", "gradients")
+        self.sharing = sharing or Alone()
+        self.parts = self.sharing.parts
+        self.parts.attach(self)
+        self.sharing.attach(self)
+        self.layout = self.layout_of("m")  # of what this rank updates
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
         self.layers = [self._layer(l) for l in range(o.config.num_layers)]
         # each block's last stage takes the first layernorm of what follows into its own pass: of the next block, or the last one
@@ -70,18 +82,46 @@ class GPT2:
 
             self.matmul_gelu = MatmulGelu(self.acts["matmul_workspace"].view(torch.uint8), tf32=torch.backends.cuda.matmul.allow_tf32)
 
+    def _views(self, arena, name):
+        """Views of the tensors, by name; and of one layer's in each of the slots for it, where the arena holds only shares."""
+        o = self.plan.options
+        if o.ranks_of(arena) == 1:
+            return cut_parameters(self.flat[arena], self.config, o.tensor_parallel), None
+        slots = [cut_layer(slot, self.config, o.tensor_parallel) for slot in self.acts[f"layer_{name}"]]
+        return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel), slots
+
+    def weight(self, name, l):
+        """The weights of a tensor's layer l, where they are when they are read; 0 for a tensor of no layer."""
+        if name in OUTER:
+            return self.params[name]
+        return self.params[name][l] if self._layer_weights is None else self._layer_weights[l % LAYER_SLOTS][name]
+
+    def gradient(self, group, name, l):
+        """The same of its gradient, where it is written, as one of a group (see gradient_groups)."""
+        if name in OUTER:
+            return self.grads[name]
+        if self._layer_gradients is None:
+            return self.grads[name][l]
+        return self.grads[name] if group == "lnf" else self._layer_gradients[group % LAYER_SLOTS][name]
+
     def _layer(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
         acts, layer = self.acts, SimpleNamespace(number=l)
         for name in (a.name for a in BLOCK_ACTIVATIONS if a.name in acts and a.name != "residual3"):
             setattr(layer, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
+        layer.all_rows = {}  # of ln1 and ln2, where all parts' rows are kept
+        if self.plan.options.keeps_gathered:
+            layer.all_rows = {name: getattr(layer, name) for name in ("ln1", "ln2")}
+            for name, rows in layer.all_rows.items():
+                setattr(layer, name, self.parts.own_rows(rows))
         layer.residual = acts["encoded"] if l == 0 else self._residual3(l - 1)
         layer.residual3 = self._residual3(l)
         for p in PARAMETERS:
             if p.per_layer:
-                setattr(layer, p.name, self.params[p.name][l])
-                setattr(layer, "d" + p.name, self.grads[p.name][l])
-        layer.dproj_bias = None if l == 0 else self.grads["fcprojb"][l - 1]  # of the projection whose output is this block's input
+                setattr(layer, p.name, self.weight(p.name, l))
+                if p.name != "fcprojb":
+                    setattr(layer, "d" + p.name, self.gradient(l, p.name, l))
+        layer.dproj_bias = None if l == 0 else self.gradient(l, "fcprojb", l - 1)  # of the projection whose output is this block's input
         return layer
 
     def _final_norm(self):
@@ -90,7 +130,7 @@ class GPT2:
         return SimpleNamespace(
             residual=self._residual3(L - 1), ln1=acts["lnf"], ln1_mean=acts["lnf_mean"], ln1_rstd=acts["lnf_rstd"],
             ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], dln1w=self.grads["lnfw"], dln1b=self.grads["lnfb"],
-            dproj_bias=self.grads["fcprojb"][L - 1],
+            dproj_bias=self.gradient("lnf", "fcprojb", L - 1), number=None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------
@@ -101,29 +141,44 @@ class GPT2:
         generator = torch.Generator().manual_seed(INIT_SEED)
         std = {"normal": 0.02, "residual": 0.02 / sqrt(2 * self.config.num_layers)}
 
-        def draw(parameter, view):
+        held = {t.name: t for t in self.layout_of("parameters")}
+
+        def put(tensor, l, at, values):
+            """Elements from `at` on of a whole layer: what is held here of them."""
+            at += tensor.file_start + l * tensor.file_elements
+            for begin, in_file, n in tensor.runs_of(l):
+                first, last = max(at, in_file), min(at + len(values), in_file + n)
+                if first < last:
+                    self.flat["parameters"][begin + first - in_file : begin + last - in_file].copy_(values[first - at : last - at])
+
+        def draw(tensor, l, n):
             # in pieces, so that wte's draws need no 154 MB of their own; torch draws 16 normals at a time and treats a last
             # group of fewer apart, so a piece is whole groups and the last one holds the tail
-            flat, whole = view.view(-1), view.numel() // 16 * 16
-            cuts = [*range(0, max(1, whole - INIT_PIECE), INIT_PIECE), view.numel()]
+            cuts = [*range(0, max(1, n // 16 * 16 - INIT_PIECE), INIT_PIECE), n]
             for at, end in zip(cuts, cuts[1:]):
-                flat[at:end].copy_(torch.empty(end - at).normal_(0.0, std[parameter.init], generator=generator))
+                put(tensor, l, at, torch.empty(end - at).normal_(0.0, std[tensor.parameter.init], generator=generator))
 
-        for p in PARAMETERS:
-            if p.init == "ones":
-                self.params[p.name].fill_(1.0)
-        wte, wpe, *blocks = (p for p in PARAMETERS if p.init in std)
-        draw(wte, self.params["wte"][: self.config.vocab_size])  # padded rows stay zero and are not drawn
-        draw(wpe, self.params["wpe"])
+        for tensor in held.values():
+            if tensor.parameter.init == "ones":
+                self.flat["parameters"][tensor.start : tensor.start + tensor.layers * tensor.elements] = 1.0
+        blocks = [t for t in held.values() if t.parameter.init in std and t.name not in OUTER]
+        draw(held["wte"], 0, self.config.vocab_size * self.C)  # padded rows stay zero and are not drawn
+        draw(held["wpe"], 0, held["wpe"].file_elements)
         for l in range(self.config.num_layers):
-            for p in blocks:
-                draw(p, self.params[p.name][l])
+            for tensor in blocks:
+                draw(tensor, l, tensor.file_elements)
         self.copy_weights_to_master()
+
+    def layout_of(self, arena, shared=False):
+        """Where the tensors lie in an arena: whole, or this rank's shares of them; or in one of shares, if `shared`."""
+        o = self.plan.options
+        ranks = o.ranks if shared else o.ranks_of(arena)
+        return flat_layout(self.config, ranks, self.sharing.rank % ranks, o.tensor_parallel, self.parts.rank)
 
     def copy_weights_to_master(self):
         """Start (or restart) the fp32 master copy from the weights."""
         if "master" in self.flat:
-            self.flat["master"].copy_(self.flat["parameters"])
+            self.flat["master"].copy_(self.sharing.updated()["parameters"])
         if "master_bits" in self.flat:
             self.flat["master_bits"].zero_()  # a bf16 weight is an fp32 number whose lower half is zero
 
@@ -138,7 +193,10 @@ class GPT2:
     def _forward(self, for_backward=True):
         """Where residuals go to host memory, they do so only for a backward pass."""
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
-        self.ops.encoder_forward(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
+        self.sharing.need("outer", then=0)
+        encode = self.parts.encoder_forward or self.ops.encoder_forward
+        encode(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
+        self.sharing.need(0)
         self._ln1_forward(self.layers[0])
         for layer, above in zip(self.layers, [*self.layers[1:], self.final]):
             residuals.before_forward(layer.number)
@@ -147,9 +205,25 @@ class GPT2:
 
     def _block_forward(self, l, above):
         """Block l, from its ln1 on, and the ln1 of the block above; None for no more than the output of this one."""
+        self.sharing.need(l.number, then=above and above.number)
         for forward in self.forward_passes:
             forward(l)
+        if above and above.number is not None:
+            self.sharing.need(above.number)  # its layernorm joins in
         self._fcproj(l, above)
+
+    def _all_rows(self, l, name, again=False):
+        """ln1 or ln2 of all parts: (B, T, C). In backward they come `again`, and may be there still."""
+        if name not in l.all_rows:
+            return (self.parts.still_gathered if again else self.parts.gathered)(getattr(l, name))
+        if not again:
+            self.parts.gather_in_place(l.all_rows[name])
+        return l.all_rows[name]
+
+    def _summed_matmul(self, out, inp, weight, bias):
+        """out (B, s, C) = inp @ weight.T + bias, of which each part has some columns of inp and of the weight."""
+        matmul_forward(self.parts.partial(out), inp, weight, self.parts.bias(bias))
+        self.parts.sum_partial(out)
 
     def _residual3(self, l):
         return self.acts["residual3"][self.plan.residual_slot(l)]
@@ -161,7 +235,7 @@ class GPT2:
         self.ops.layernorm_normalize(l.ln1, l.residual, l.ln1_mean, l.ln1_rstd, l.ln1w, l.ln1b, self.acts)
 
     def _qkv(self, l):
-        matmul_forward(l.qkvr, l.ln1, l.qkvw, l.qkvb)
+        matmul_forward(l.qkvr, self._all_rows(l, "ln1"), l.qkvw, l.qkvb)
 
     def _attention(self, l):
         if self.attention == "cpu":
@@ -170,23 +244,23 @@ class GPT2:
             attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
 
     def _attproj_ln2(self, l):
-        matmul_forward(l.residual2, l.atty, l.attprojw, l.attprojb)
+        self._summed_matmul(l.residual2, l.atty, l.attprojw, l.attprojb)
         self.ops.residual_layernorm_forward(l.residual2, l.ln2, l.ln2_mean, l.ln2_rstd, l.residual, l.ln2w, l.ln2b, self.acts)
 
     def _ln2(self, l):
         self.ops.layernorm_normalize(l.ln2, l.residual2, l.ln2_mean, l.ln2_rstd, l.ln2w, l.ln2b, self.acts)
 
     def _fc(self, l):
-        matmul_forward(l.fch, l.ln2, l.fcw, l.fcb)
+        matmul_forward(l.fch, self._all_rows(l, "ln2"), l.fcw, l.fcb)
 
     def _gelu(self, l):
         self.ops.gelu_forward(l.fch_gelu, l.fch, self.acts)
 
     def _fc_gelu(self, l):
-        self.matmul_gelu.forward(l.fch_gelu, l.fch, l.ln2, l.fcw, l.fcb)
+        self.matmul_gelu.forward(l.fch_gelu, l.fch, self._all_rows(l, "ln2"), l.fcw, l.fcb)
 
     def _fcproj(self, l, above):
-        matmul_forward(l.residual3, l.fch_gelu, l.fcprojw, l.fcprojb)
+        self._summed_matmul(l.residual3, l.fch_gelu, l.fcprojw, l.fcprojb)
         if above is None:
             residual_add_inplace(l.residual3, l.residual2)
         else:
@@ -198,19 +272,20 @@ class GPT2:
     # head: logits exist for one chunk of rows at a time
 
     def _head_chunks(self):
-        """The rows of each chunk, as slices of B*T."""
-        rows, size = self.B * self.T, len(self.acts["logits"])
+        """The rows of each chunk, as slices of this part's."""
+        rows, size = (n // self.parts.size for n in (self.B * self.T, len(self.acts["logits"])))
         return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
     def _classify(self, part, dloss):
-        """Add to the losses of a chunk of rows; its logits, which are their own gradient if dloss is given, and its lnf."""
-        a = self.acts
-        logits, lnf = a["logits"][: part.stop - part.start], a["lnf"].view(-1, self.C)[part]
+        """Add to the losses of a chunk of rows, of all parts; its logits, their own gradient if dloss is given, and its lnf."""
+        a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], part)
+        logits = a["logits"][: len(lnf)]
         matmul_forward(logits, lnf, self.params["wte"])
-        self.ops.fused_classifier_inplace(
-            logits, a["losses"].view(-1)[part], a["targets"].view(-1)[part], a,
-            V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options),
-        )  # fmt: skip
+        numbers = dict(V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options))
+        if self.parts.size > 1:
+            self.parts.classify(logits, part, a, **numbers)
+        else:
+            self.ops.fused_classifier_inplace(logits, a["losses"].view(-1)[part], a["targets"].view(-1)[part], a, **numbers)
         return logits, lnf
 
     def token_losses(self, inputs, targets):
@@ -244,40 +319,57 @@ class GPT2:
 
         def forward_and_backward():
             self._forward()
-            self._backward(grad_accum_steps, micro_step > 0, staged)
+            self._backward(grad_accum_steps, micro_step, staged)
 
         self.run(f"micro-step of {grad_accum_steps}, {'adding' if micro_step else 'writing'}", forward_and_backward)
 
     def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
         """The second half of train, after forward."""
         staged = self._stage_backward(targets, order or token_order(self.acts["inputs"].cpu()))
-        self._backward(grad_accum_steps, micro_step > 0, staged)
+        self._backward(grad_accum_steps, micro_step, staged)
 
     def _stage_backward(self, targets, order):
         """Copy in what backward needs to know of this batch; what the encoder's is to be given."""
         copy_in(self.acts["targets"], targets)
-        return self.ops.stage_encoder_backward(order, self.rng.u32(), self.acts)
+        seed = (self.rng.u32() + self.sharing.rank * ENCODER_SEEDS) % 2**32
+        return self.ops.stage_encoder_backward(self.parts.own_order(order), seed, self.acts)
 
-    def _backward(self, grad_accum_steps, accumulate, staged):
-        a, self.accumulate = self.acts, accumulate
-        if not accumulate:
+    def _backward(self, grad_accum_steps, micro_step, staged):
+        a, sharing = self.acts, self.sharing
+        self.accumulate = micro_step > 0 and self._layer_gradients is None  # else they are added to their shares
+        if micro_step == 0:
             a["losses"].zero_()
-        self._head_backward(1.0 / (self.B * self.T * grad_accum_steps))
+
+        def complete(group):
+            sharing.complete(group, adding=micro_step > 0, last=micro_step == grad_accum_steps - 1)
+
+        sharing.clear("lnf")
+        self._head_backward(1.0 / self.tokens(grad_accum_steps))
         a["dresidual"].zero_()
         self._norm_backward(self.final, a["lnf"])
-        segments = self.plan.segments
-        for span, again in zip(reversed(segments.spans), reversed(segments.again)):
+        sharing.release("outer")
+        complete("lnf")
+        segments = list(zip(self.plan.segments.spans, self.plan.segments.again))
+        while segments:
+            span, again = segments.pop()
+            below = segments and (segments[-1][1] or segments[-1][0][::-1])[0]  # the block that comes after these
             if again:
+                sharing.need(again[0])
                 self._ln1_forward(self.layers[again[0]])
             for l in again:
                 self._block_forward(self.layers[l], self.layers[l + 1] if l != again[-1] else None)
             for l in reversed(span):
                 self.residuals.before_backward(l)
+                sharing.need(l, then=l - 1 if l > span.start else below if segments else None)
+                sharing.clear(l)
                 for backward in self.backward_passes:
                     backward(self.layers[l])
+                complete(l)
         self.ops.launch_encoder_backward(
-            self.grads["wte"], self.grads["wpe"], a["dresidual"], a["inputs"], staged, a, accumulate=accumulate
+            self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, a, accumulate=self.accumulate
         )  # fmt: skip
+        complete("encoder")
+        sharing.finish()  # what is summed may lie where the next forward pass, or the update, puts something else
 
     def _head_backward(self, dloss):
         """Losses, lnf's gradient over lnf itself (a chunk's rows are not read again) and wte's gradient, chunk by chunk of rows.
@@ -295,6 +387,7 @@ class GPT2:
                     lnf, group_sum, logits, lnf, self.params["wte"],
                     accumulate=i > 0 or self.accumulate and not in_groups, widened=a.get("head_widened"),
                 )  # fmt: skip
+                self.parts.sum_head_rows(a["lnf"], part)
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
             elif in_groups:
@@ -303,22 +396,30 @@ class GPT2:
             dwte.copy_(a["dwte_sum"].add_(dwte) if self.accumulate else a["dwte_sum"])
 
     def mean_loss(self, grad_accum_steps=1) -> float:
-        """Mean training loss over the micro-steps since micro-step 0."""
-        return self.acts["losses"].sum().item() / self.tokens(grad_accum_steps)
+        """Mean training loss of this rank over the micro-steps since micro-step 0."""
+        return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
 
     def tokens(self, grad_accum_steps) -> int:
-        """Tokens of a step on this device."""
-        return self.B * self.T * grad_accum_steps
+        """Tokens of a step, on all ranks."""
+        return self.B * self.T * grad_accum_steps * self.sharing.size
 
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
+        """Of a matmul whose results are summed: dout and dinp are of all rows."""
         matmul_backward(dinp, dweight, dout, inp, weight, accumulate=self.accumulate, widened=self.acts.get("widened"))
 
+    def _gathered_matmul_backward(self, l, name, dinp, dweight, dout, weight):
+        """Of a matmul of all parts' rows of ln1 or ln2."""
+        rows = self._all_rows(l, name, again=True)
+        matmul_dweight(dweight, dout, rows, accumulate=self.accumulate, widened=self.acts.get("widened"))
+        matmul_dinput(self.parts.partial(dinp), dout, weight)
+        self.parts.sum_partial(dinp)
+
     def _fcproj_dinput(self, l):
-        matmul_dinput(self.acts["dfch"], self.acts["dresidual"], l.fcprojw)
+        matmul_dinput(self.acts["dfch"], self.parts.gathered(self.acts["dresidual"]), l.fcprojw)
 
     def _fcproj_dinput_gelu(self, l):
         a = self.acts
-        self.matmul_gelu.backward(a["dfch"], a["dresidual"], l.fcprojw, l.fch)
+        self.matmul_gelu.backward(a["dfch"], self.parts.gathered(a["dresidual"]), l.fcprojw, l.fch)
         self.ops.matmul_dbias(l.dfcb, a["dfch"], a, accumulate=self.accumulate)
 
     def _gelu_backward(self, l):
@@ -328,11 +429,11 @@ class GPT2:
         self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate, out_again=l.fch_gelu)
 
     def _fcproj_dweight(self, l):
-        a = self.acts
-        matmul_dweight(l.dfcprojw, a["dresidual"], l.fch_gelu, accumulate=self.accumulate, widened=a.get("widened"))
+        dout = self.parts.still_gathered(self.acts["dresidual"])
+        matmul_dweight(l.dfcprojw, dout, l.fch_gelu, accumulate=self.accumulate, widened=self.acts.get("widened"))
 
     def _fc_backward(self, l):
-        self._matmul_backward(self.acts["dln2"], l.dfcw, self.acts["dfch"], l.ln2, l.fcw)
+        self._gathered_matmul_backward(l, "ln2", self.acts["dln2"], l.dfcw, self.acts["dfch"], l.fcw)
 
     def _ln2_backward(self, l):
         a = self.acts
@@ -342,7 +443,8 @@ class GPT2:
         )  # fmt: skip
 
     def _attproj_backward(self, l):
-        self._matmul_backward(self.acts["datty"], l.dattprojw, self.acts["dresidual"], l.atty, l.attprojw)
+        dout = self.parts.gathered(self.acts["dresidual"])
+        self._matmul_backward(self.acts["datty"], l.dattprojw, dout, l.atty, l.attprojw)
 
     def _attention_backward(self, l):
         a = self.acts
@@ -353,7 +455,7 @@ class GPT2:
         self.ops.pack_gradients(a["dqkvr"], l.dqkvb, gradients, self.NH, a, accumulate=self.accumulate)
 
     def _qkv_backward(self, l):
-        self._matmul_backward(self.acts["dln1"], l.dqkvw, self.acts["dqkvr"], l.ln1, l.qkvw)
+        self._gathered_matmul_backward(l, "ln1", self.acts["dln1"], l.dqkvw, self.acts["dqkvr"], l.qkvw)
 
     def _ln1_backward(self, l):
         self._norm_backward(l, self.acts["dln1"])
@@ -374,44 +476,63 @@ class GPT2:
 
     def _norm(self):
         """The gradient's norm, and the sum of the losses to be read beside it."""
-        a = self.acts
+        a, sharing = self.acts, self.sharing
+        sharing.settle()  # also where no update follows: slots of weights may lie where this works
         torch.sum(a["losses"].view(-1), 0, keepdim=True, out=a["loss_sum"])
-        self.ops.global_norm(a["grad_norm"], self.flat["gradients"], a, piece=self.tuning.update_elements)
+        self.ops.global_norm(a["grad_norm"], sharing.gradients(), a, piece=self.tuning.update_elements)
+        sharing.combine(a.get("rank_numbers"), a["loss_sum"], a["grad_norm"])
 
     def update(self, learning_rate, weight_decay, step, grad_norm):
         """One AdamW step; `step` counts from 1. The gradient, of norm `grad_norm`, a tensor or a number, is clipped to norm 1."""
         last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
-        tensors = tensor_states(self.config, self.rng, last_seeds)
+        tensors = tensor_states(self.layout, self.rng, last_seeds)
         staged = self.ops.stage_adamw_update(tensors, self.acts, lr=learning_rate, weight_decay=weight_decay, step=step)
-        self.run("update", lambda: self.ops.launch_adamw_update(self.flat, staged, self.acts, grad_norm=grad_norm))
+
+        def update():
+            self.ops.launch_adamw_update(self.sharing.updated(), staged, self.acts, grad_norm=grad_norm)
+            self.sharing.spread()
+
+        self.run("update", update)
 
     def round_weights_from_master(self):
         """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
+        flat = self.sharing.updated()
         for tensor, piece in self._weight_pieces():
-            values = read_master(self.flat, piece, tensor.seed, self.acts)
-            write_master(self.flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
+            values = read_master(flat, piece, tensor.seed, self.acts)
+            write_master(flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
+        self.sharing.spread()
 
     def master_pieces(self):
-        """The fp32 weights that the next update starts from, flat, in file order, a piece at a time; each is overwritten by the next."""
+        """The fp32 weights that the next update of this rank starts from, flat, in the order of its arenas, a piece at a time; each is
+        overwritten by the next."""
+        flat = self.sharing.updated()
+        if self.plan.options.precision == "fp32":  # then they are the weights themselves
+            yield flat["parameters"]
+            return
         for tensor, piece in self._weight_pieces():
-            yield read_master(self.flat, piece, tensor.seed, self.acts)
+            yield read_master(flat, piece, tensor.seed, self.acts)
 
     def load_master(self, master):
-        """Take mapped fp32 weights (num_parameters,) into the master, in whatever form it is kept, and make the bf16 weights from them.
+        """Take fp32 weights into the master, in whatever form it is kept, and make the bf16 weights from them.
 
-        rng_state_last_update must be the one that the weights were last rounded with.
+        master(at, n) reads n of them in the order of this rank's arenas. rng_state_last_update must be the one that the weights
+        were last rounded with.
         """
-        at = 0
+        flat = self.sharing.updated()
         for tensor, piece in self._weight_pieces():
             n = piece.flat.stop - piece.flat.start
-            values = self.flat["master"][piece.flat] if "master" in self.flat else self.acts["update_parameter"][:n]
-            values.copy_(torch.from_numpy(read_part(master, at, n)))
-            write_master(self.flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
-            at += n
+            values = flat["master"][piece.flat] if "master" in flat else self.acts["update_parameter"][:n]
+            values.copy_(torch.from_numpy(master(piece.flat.start, n)))
+            write_master(flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
+        self.sharing.spread()
+
+    def last_tensor_states(self):
+        """What tensor_states gave to the last update; 0 stands for the seeds before it."""
+        return tensor_states(self.layout, XorShift(self.rng_state_last_update), XorShift(0))
 
     def _weight_pieces(self):
         """(tensor, piece) of all weights as the last update left them; its seeds are the tensors'."""
-        for tensor in tensor_states(self.config, XorShift(self.rng_state_last_update), XorShift(0)):
+        for tensor in self.last_tensor_states():
             for piece in pieces_of(tensor, self.acts):
                 yield tensor, piece
 
@@ -431,32 +552,37 @@ class GPT2:
             mean, rstd = a["sample_stats"]
             self.ops.layernorm_forward(ln, mean, rstd, x, weight, bias, scratch)
 
-        torch.add(p["wte"][token], p["wpe"][position], out=x[0])
-        for l, cache in zip(self.layers, a["kv_cache"]):
+        self.sharing.need("outer", then=0)
+        torch.add(self.parts.embedding(p["wte"], token), p["wpe"][position], out=x[0])
+        for l, above, cache in zip(self.layers, [*self.layers[1:], self.final], a["kv_cache"]):
+            self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
             matmul_forward(qkvr, ln, l.qkvw, l.qkvb)
             attention_one_row(atty, qkvr, cache, position, self.NH, self.attention)
-            matmul_forward(ln, atty, l.attprojw, l.attprojb)
+            matmul_forward(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
+            self.parts.sum_row(ln)
             residual_add_inplace(x, ln)
             norm(l.ln2w, l.ln2b)
             matmul_forward(fch, ln, l.fcw, l.fcb)
             self.ops.gelu_forward(fch, fch, scratch)
-            matmul_forward(ln, fch, l.fcprojw, l.fcprojb)
+            matmul_forward(ln, fch, l.fcprojw, self.parts.bias(l.fcprojb))
+            self.parts.sum_row(ln)
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])
         logits = a["logits"][:1]
         matmul_forward(logits, ln, p["wte"])
-        return logits[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
+        return self.parts.whole_row(logits)[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
 
 
-def tensor_states(config: ModelConfig, seeds: XorShift, last_seeds: XorShift) -> list[TensorState]:
-    """The 16 tensors as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its last one."""
-    states, start = [], 0
-    for p, shape in zip(PARAMETERS, parameter_shapes(config).values()):
-        elements, layers = prod(shape), shape[0] if p.per_layer else 1
-        states.append(TensorState(start, elements, layers, p.decay, seed=seeds.u32(), last_seed=last_seeds.u32()))
-        start += elements
-    return states
+def tensor_states(layout, seeds: XorShift, last_seeds: XorShift) -> list[TensorState]:
+    """The tensors of a flat_layout as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its
+    last one."""
+    return [
+        TensorState(
+            t.start, t.layers * t.elements, t.layers, t.parameter.decay, seed=seeds.u32(), last_seed=last_seeds.u32(), first=t.noise_first
+        )
+        for t in layout
+    ]
 
 
 def run_at_once(name, work):

@@ -5,7 +5,7 @@ Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from glob import glob
 from types import SimpleNamespace
 
@@ -14,14 +14,18 @@ from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path
 from llmc.config import ModelConfig, config_from_descriptor
-from llmc.distributed import World
-from llmc.errors import UserError
-from llmc.flags import Settings, refuse_unbuilt
-from llmc.kernels import OLDEST_CAPABILITY, too_old
-from llmc.kernels_cpu import not_installed
+from llmc.distributed import World, different_from_first, smallest
+from llmc.errors import RankLost, UserError
+from llmc.flags import FLAGS, Settings, refuse_unbuilt
+from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
+from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
+from llmc.memory.layout import divides
 from llmc.memory.plan import Plan, PlanOptions
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
+from llmc.memory.traffic import Network
+
+ALONE = World()
 
 
 def choose_model(s: Settings) -> SimpleNamespace:
@@ -73,16 +77,44 @@ def check_lengths(s: Settings, config: ModelConfig):
 
 def check_batch(s: Settings, world: World) -> int:
     """Raise UserError unless B and T divide the total batch; gradient accumulation steps."""
-    per_micro_step = s.batch_size * s.sequence_length * world.num_processes
+    ranks = data_ranks(s, world)
+    per_micro_step = s.batch_size * s.sequence_length * ranks
     total = per_micro_step if s.total_batch_size == -1 else s.total_batch_size
     if total % per_micro_step:
         below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
         choice = f"{below} or {above}" if below else above
         raise UserError(
-            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{world.num_processes} = {per_micro_step}; "
+            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{ranks} = {per_micro_step}; "
             f"use -d {choice}"
         )
     return total // per_micro_step
+
+
+# flags that every process may say in its own way; on all others ranks must agree
+OWN_FLAGS = {
+    "device", "threads", "memory_budget", "process_rank", "num_processes", "gpus_per_node", "init_method", "server_ip", "fs_path",
+    "timeout", "train_data", "val_data", "model", "output_dir", "hellaswag_data", "tokenizer",
+}  # fmt: skip
+
+
+def check_agreement(s: Settings, source, precision: str, world: World):
+    """Raise UserError where this rank was started with other flags than rank 0, RankLost where ranks found different checkpoints.
+
+    A checkpoint may have been completed in the meantime, or not be seen on another machine yet, so that is worth another try.
+    """
+    facts = {name: value for name, value in asdict(s).items() if name not in OWN_FLAGS}
+    facts |= {"precision": precision, "model": describe(source.config)}
+    for name, theirs in different_from_first(world, facts).items():
+        title = next(flag.title for flag in FLAGS if flag.field == name)
+        raise UserError(f"{title} is {facts[name]} on rank {world.rank} and {theirs} on rank 0; start all ranks with the same flags")
+    step = -1 if source.resume_step is None else source.resume_step
+    first, last = smallest(world, step), -smallest(world, -step)
+    if first != last:
+        found = "no checkpoint" if first < 0 else f"the checkpoint of step {first}"
+        raise RankLost(
+            f"-y 1: some ranks found {found} in -o, others that of step {last}; give all of them the same folder, and start them again",
+            said_elsewhere=world.rank > 0,
+        )
 
 
 LARGEST_HEAD = {"flash": 256, "cudnn": 128}
@@ -124,6 +156,14 @@ def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list
     return replace(s, kernels=own), []
 
 
+def settle_kernels_of(s: Settings, backend) -> tuple[Settings, list[str]]:
+    """settle_kernels for a device that was opened, which is asked what it can do; but not if --kernels torch goes round its kernels."""
+    why_not = ""
+    if s.kernels != "torch":
+        why_not = why_no_kernels(backend.capability()) if backend.kind == "cuda" else why_no_cpu_kernels()
+    return settle_kernels(s, backend.kind, why_not)
+
+
 def check_graphs(s: Settings, o: PlanOptions) -> bool:
     """Whether steps run as CUDA graphs. Raises UserError where --cuda-graph 1 cannot be honoured."""
     why_not = ""
@@ -131,6 +171,8 @@ def check_graphs(s: Settings, o: PlanOptions) -> bool:
         why_not = "graphs are a GPU's, and this run is on a CPU; use a GPU"
     elif o.kernel_set != "triton":
         why_not = "torch's operators ask the host for numbers in the middle of a step; use --kernels triton"
+    elif o.world > 1:
+        why_not = "what several processes tell each other is not captured; use one process"
     elif o.offload_residual:
         why_not = "--offload-residual copies on a stream of its own, which is not captured; leave that out"
     if s.cuda_graph == "1" and why_not:
@@ -145,13 +187,46 @@ def check_gelu_fusion(o: PlanOptions):
 
         if why_not := available():
             raise UserError(f"-ge {o.gelu_fusion}: {why_not}; use -ge 0, which computes the same function")
-        if o.config.channels % 8:
-            raise UserError(
-                f"-ge {o.gelu_fusion}: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and C is {o.config.channels}; use -ge 0"
-            )
+        for what, width in (("C", o.config.channels), (f"4 C / {o.tensor_parallel}", 4 * o.config.channels // o.tensor_parallel)):
+            if width % 8:
+                raise UserError(
+                    f"-ge {o.gelu_fusion}: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and {what} is {width}; use -ge 0"
+                )
 
 
-def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str, processors: int | None = None) -> PlanOptions:
+def data_ranks(s: Settings, world: World) -> int:
+    """Ranks that read different data: all, but for tensor parallelism. Raises UserError where the parts do not come out even."""
+    if world.num_processes % s.tensor_parallel:
+        raise UserError(
+            f"--tensor-parallel {s.tensor_parallel} does not divide the {world.num_processes} processes of this run; "
+            f"start a multiple of {s.tensor_parallel}, or use a number that does"
+        )
+    return world.num_processes // s.tensor_parallel
+
+
+def check_parts(s: Settings, config: ModelConfig):
+    """Raise UserError unless tensor parallelism can split this model."""
+    parts = s.tensor_parallel
+    split = {"heads": config.num_heads, "rows of the padded vocabulary": config.padded_vocab_size, "tokens of -t": s.sequence_length}
+    for what, count in split.items():
+        if count % parts:
+            raise UserError(f"--tensor-parallel {parts} does not divide the {count} {what}; use a number that does")
+    if not s.tp_recompute_allgather and parts == 1:
+        raise UserError("--tp-recompute-allgather 0 is about what --tensor-parallel gathers, and there is none; leave it out")
+    if not s.tp_recompute_allgather and s.recompute not in (0, 1):
+        raise UserError(
+            f"--tp-recompute-allgather 0 keeps the layernorms of all parts, and -r {s.recompute} does not keep them; "
+            "use -r 0 or -r 1, or leave it out"
+        )
+    if parts > 1 and s.kernels == "torch":
+        raise UserError(
+            "--tensor-parallel needs kernels that take a part's tokens, which torch's operators do not; use --kernels numba or triton"
+        )
+
+
+def plan_options(
+    s: Settings, config: ModelConfig, precision: str, kind: str, world: World = ALONE, processors: int | None = None
+) -> PlanOptions:
     """What the plan depends on; `processors` of the card, if known. Where -b or -r is still auto, 1 and 0 stand in.
 
     Raises UserError for a form the model cannot have.
@@ -166,12 +241,22 @@ def plan_options(s: Settings, config: ModelConfig, precision: str, kind: str, pr
         raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
     if s.attention != "auto" and kind != "cuda":
         raise UserError(f"--attention {s.attention} is a GPU's, and this run is on a CPU, which has one of its own; leave it out")
+    check_parts(s, config)
+    ranks, parts = data_ranks(s, world), s.tensor_parallel
+    if s.zero_stage > 0 and not divides(config, ranks, parts):
+        channels = f"C = {config.channels}" if parts == 1 else f"C / {parts} = {config.channels // parts}"
+        raise UserError(
+            f"-z {s.zero_stage} shares every tensor out over {ranks} processes, which do not divide {channels}; "
+            "use a number that does, or -z 0"
+        )
     return PlanOptions(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
         grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
         head_chunk=s.head_chunk, sample_length=s.sample_length, **({"processors": processors} if processors else {}),
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
+        ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
+        async_checkpoint=bool(s.async_checkpoint),
     )  # fmt: skip
 
 
@@ -183,7 +268,7 @@ def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, worl
     """
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
-    if s.batch_size == "auto" and model.resume_step is not None and (written := written_batch_size(s, model, world)):
+    if s.batch_size == "auto" and model.resume_step is not None and (written := written_batch_size(s, model)):
         return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
     if budget is None:
         raise UserError("auto chooses what fits, and --plan asks no GPU how much it has; say --memory-budget, such as h100-80 or 24GiB")
@@ -192,16 +277,16 @@ def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, worl
         level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world), batch_is_fixed=resumes)
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
-    most = None if row is None else row() // (s.sequence_length * world.num_processes)
+    most = None if row is None else row() // (s.sequence_length * data_ranks(s, world))
     B, reason = choose_batch(options, budget.auto_bytes, sequences, most)
     return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
 
 
-def written_batch_size(s: Settings, model, world: World) -> int | None:
+def written_batch_size(s: Settings, model) -> int | None:
     """-b of the run that wrote the checkpoint to resume from; None for llm.c's, which do not say."""
     from llmc.checkpoint.state_file import read_extra
 
-    path = extra_path(s.output_dir, model.resume_step, world.rank)
+    path = extra_path(s.output_dir, model.resume_step, 0)
     B = read_extra(path).get("B")
     if B is not None and (type(B) is not int or B < 1):
         raise UserError(f"{path} says B {B!r}; expected a number of sequences, so it is damaged: resume from another checkpoint")
@@ -211,7 +296,7 @@ def written_batch_size(s: Settings, model, world: World) -> int | None:
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     refuse_unbuilt(s)
-    model, world = choose_model(s), World()
+    model, world = choose_model(s), World(num_processes=s.ranks or s.num_processes)
     check_precision(s, model)
     check_lengths(s, model.config)
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
@@ -228,17 +313,17 @@ def plan_text(s: Settings) -> str:
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
-    options = plan_options(s, model.config, precision, kind, processors)
+    options = plan_options(s, model.config, precision, kind, world, processors)
     check_attention(options)
     check_graphs(s, options)
     s, reasons = settle(s, model, options, budget, world)
     reasons = [*kernel_notes, *reasons]
     grad_accum_steps = check_batch(s, world)
-    options = plan_options(s, model.config, precision, kind, processors)
+    options, network = plan_options(s, model.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
-        return json.dumps({"reasons": reasons} | plan_json(options, grad_accum_steps, budget) | tensors, indent=1)
-    table = tensors_table(Plan(options)) if s.tensors else plan_table(options, grad_accum_steps, budget)
+        return json.dumps({"reasons": reasons} | plan_json(options, grad_accum_steps, budget, network) | tensors, indent=1)
+    table = tensors_table(Plan(options)) if s.tensors else plan_table(options, grad_accum_steps, budget, network)
     return "\n".join([*reasons, table])
 
 
@@ -263,8 +348,11 @@ def longest_rows(s: Settings) -> int:
     return min(rows + [longest_row(s.val_data, "-j")] if s.val_loss_every > 0 else rows)
 
 
-def run_budget(s: Settings, backend) -> Budget:
-    """What the plan must fit in: --memory-budget, or what the device has free; never more than that."""
-    free = Budget(backend.free_bytes(), f"free on {backend.name}", reserve=RESERVE[backend.kind])
+def run_budget(s: Settings, backend, world: World) -> Budget:
+    """What the plan must fit in: --memory-budget, or what the device has free; never more than that. The same on all ranks."""
+    mine = backend.free_bytes()
+    if backend.kind == "cpu":
+        mine //= world.num_local
+    free = Budget(smallest(world, mine), f"free on {backend.name}", reserve=RESERVE[backend.kind])
     wish = parse_budget(s.memory_budget) if s.memory_budget else free
     return min(wish, free, key=lambda budget: budget.bytes)

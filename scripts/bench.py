@@ -25,14 +25,13 @@ import torch
 
 from llmc.backend import measure_matmul_tflops, open_backend
 from llmc.config import config_from_descriptor
+from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs
-from llmc.kernels import why_no_kernels
-from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
-from llmc.request import OWN_KERNELS
+from llmc.request import check_graphs, settle_kernels_of
 from scripts.bench_pytorch import PyTorchTrainer
 
 
@@ -78,12 +77,11 @@ class OurTrainer:
     """One training step of ours, bf16 with fp32 master weights, as train_gpt2.py runs it."""
 
     def __init__(self, args, config, precision, backend):
-        why_not = why_no_kernels(backend.capability()) if backend.kind == "cuda" else why_no_cpu_kernels()
-        kernels = args.kernels if args.kernels != "auto" else "torch" if why_not else OWN_KERNELS[backend.kind]
+        s, _ = settle_kernels_of(parse(["--kernels", args.kernels]), backend)
         options = PlanOptions(
-            config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind, kernels=kernels
+            config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind, kernels=s.kernels
         )  # fmt: skip
-        graphs = Graphs() if kernels == "triton" else None
+        graphs = Graphs() if check_graphs(s, options) else None
         self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
         self.model.init_random()
         self.steps = 0

@@ -14,6 +14,7 @@ from llmc.kernels import operations
 from llmc.layers.attention import attention_forward, attention_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.arena import TORCH_DTYPE
+from llmc.memory.layout import flat_layout
 from llmc.memory.plan import MATMUL_WORKSPACE, TUNING, Plan, PlanOptions, classifier_rows, head_chunk_rows
 from llmc.memory.tables import num_parameters
 from llmc.rand import XorShift
@@ -132,7 +133,7 @@ class Room:
         return made
 
     def tensors(self):
-        return tensor_states(self.config, XorShift(1), XorShift(2))
+        return tensor_states(flat_layout(self.config), XorShift(1), XorShift(2))
 
     def sets(self, kernel: Kernel, n_bytes):
         """Calls of a kernel, each on inputs of its own, for measure(). None is restored: time does not depend on values.

@@ -314,7 +314,7 @@ KINDS = (
 
 def our_kernels() -> set[str]:
     """Names of the Triton kernels, as a profile has them."""
-    from llmc.kernels.operations import triton_operations
+    from llmc.kernels.functions import triton_operations
 
     modules = [launcher.__globals__ for launcher in triton_operations().values()]
     return {name for module in modules for name, value in module.items() if name.startswith("_") and hasattr(value, "fn")}

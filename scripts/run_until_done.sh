@@ -4,7 +4,8 @@
 #   run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...       (LOG_DIR as seen from the repository)
 #
 # Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C, and when trying again cannot help: exit code 2 (something to correct),
-# 3 (out of memory), or MAX_TRIES failures in a row without a new checkpoint. PYTHON names the interpreter.
+# 3 (out of memory), or MAX_TRIES failures in a row without a new checkpoint. Exit code 4, a lost rank, is tried again. PYTHON names the
+# interpreter, LAUNCH a command that starts several of it, such as "mpirun -np 8".
 set -u
 cd "$(dirname "$0")/.." || exit
 
@@ -20,7 +21,8 @@ trap 'echo "stopped by hand; run the same script again to go on"; exit 130' INT 
 tries=0
 while [ ! -f "$done_file" ]; do
     before=$(newest_checkpoint)
-    "${PYTHON:-python}" train_gpt2.py -o "$log_dir" -x "$last_step" -y 1 "$@"
+    # shellcheck disable=SC2086 # LAUNCH is several words
+    ${LAUNCH:-} "${PYTHON:-python}" train_gpt2.py -o "$log_dir" -x "$last_step" -y 1 "$@"
     code=$?
     case $code in
         2 | 3) echo "exit code $code: the same command would fail again; see the message above" >&2; exit $code ;;

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from case_a import CONFIG
+from sent_program import Counting, build
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
+from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.cost import Cost, extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, segments
 from llmc.memory.plan import Plan, PlanOptions
@@ -19,6 +21,7 @@ from llmc.memory.tables import FORWARD_STAGES, num_parameters
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
 LEVELS = tuple(NOT_KEPT)
+needs_numba = pytest.mark.skipif(bool(why_no_cpu_kernels()), reason="tensor parallelism needs numba on a CPU")
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
@@ -80,13 +83,18 @@ def test_flops_are_those_of_a_walk_through_the_step(level, L):
 
 
 @every_level
-@pytest.mark.parametrize("L", [3, 7])
-def test_flops_are_those_that_a_real_model_runs(level, L):
-    """torch counts the matmuls of a step as they happen; of attention, which computes more than the causal half, the stages that ran."""
+@pytest.mark.parametrize("L, parts", [(3, 1), (7, 1), pytest.param(3, 2, marks=needs_numba), pytest.param(3, 4, marks=needs_numba)])
+def test_flops_are_those_that_a_real_model_runs(level, L, parts):
+    """torch counts the matmuls of a step as they happen; of attention, which computes more than the causal half, the stages that ran.
+
+    Of a model in parts it is one of them, to which the others say nothing.
+    """
     config = replace(CONFIG, num_layers=L)
-    o = PlanOptions(config, 2, 16, precision="fp32", recompute=level, head_chunk=10, device="cpu")  # 32 rows: chunks of 10 and a rest
+    o = PlanOptions(config, 2, 16, precision="fp32", recompute=level, head_chunk=10, device="cpu",  # 32 rows: chunks of 10 and a rest
+                    tensor_parallel=parts, kernels="torch" if parts == 1 else "numba")  # fmt: skip
     B, T, C, _, _ = sizes(o)
-    model, ran = GPT2(Plan(o)), Counter()
+    ran = Counter()
+    model = GPT2(Plan(o)) if parts == 1 else build(o, Counting(1), Counting(parts), Counting(parts))
 
     def counted(run):
         def counting(layer):
@@ -101,9 +109,22 @@ def test_flops_are_those_that_a_real_model_runs(level, L):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.forward(tokens)
         model.backward(tokens)
-    attention = ran["_attention"] * 2 * B * T * T * C + ran["_attention_backward"] * 5 * B * T * T * C
+    attention = (ran["_attention"] * 2 + ran["_attention_backward"] * 5) * B * T * T * C // parts
     assert ran["_attention"] >= L and ran["_attention_backward"] == L
     assert step_cost(o).flops == counter.get_total_flops() + attention
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 6])
+@every_level
+def test_parts_of_a_model_share_its_flops(parts, level):
+    whole = PlanOptions(D12, 4, 768, recompute=level)
+    assert parts * step_cost(replace(whole, tensor_parallel=parts)).flops == step_cost(whole).flops
+    assert extra_flops_percent(replace(whole, tensor_parallel=parts)) == extra_flops_percent(whole)
+
+
+def test_ranks_with_data_of_their_own_take_as_many_flops_as_one_alone():
+    for stage in range(4):
+        assert step_cost(PlanOptions(D12, 4, 768, ranks=8, zero_stage=stage)).flops == step_cost(PlanOptions(D12, 4, 768)).flops
 
 
 # ----------------------------------------------------------------------------
@@ -173,6 +194,33 @@ def test_a_step_is_its_micro_steps_and_one_update(form, update_bytes, level):
     assert update == update_bytes * num_parameters(ODD)
     assert nine.bytes - update == 9 * (one.bytes - update) > 0
     assert nine.flops == 9 * one.flops
+
+
+@pytest.mark.parametrize("stage, share", [(0, 1), (1, 8), (2, 8), (3, 8)])
+@pytest.mark.parametrize("form, update_bytes", FORMS)
+def test_the_update_of_a_rank_moves_its_share(form, update_bytes, stage, share):
+    """Of 8 ranks with 2 parts each the norm reads an eighth of a part's gradients at every stage; from stage 1 on the update is of one."""
+    o = PlanOptions(D12, 4, 768, ranks=8, zero_stage=stage, tensor_parallel=2, **form)
+    n, grad = num_parameters(D12, 2), 4 if o.gradients == "fp32" else 2
+    assert update_bytes_of(o) == n // 8 * grad + n // share * (update_bytes - grad)
+
+
+def update_bytes_of(o):
+    one, two = (step_cost(o, n).bytes for n in (1, 2))
+    return 2 * one - two
+
+
+def test_a_part_moves_its_share_but_for_the_rows_of_all_that_its_matmuls_read_and_write():
+    """Two parts move what one model does, and once more: 11 tensors of the stream in each layer, those of the embedding and the head,
+    and the parameters that each part has, the gradients read and written."""
+    whole = PlanOptions(D12, 4, 768, precision="fp32", head_chunk=4 * 768, recompute=0)
+    B, T, C, L, _ = sizes(whole)
+    part = replace(whole, tensor_parallel=2)
+    stream = (L * (7 + 4) + 2 + 4) * B * T * C
+    layernorms = (4 + 2 + 2 * (4 + 2)) * C  # weights and biases forward, weights backward, gradients of both and of two biases more
+    biases = 2 * C  # of the projections
+    once_more = 2 * (step_cost(part).bytes - update_bytes_of(part)) - (step_cost(whole).bytes - update_bytes_of(whole))
+    assert once_more == 4 * (stream + L * (layernorms + biases))
 
 
 @pytest.mark.parametrize("precision, element", [("fp32", 4), ("bf16", 2)])

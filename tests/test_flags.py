@@ -31,6 +31,7 @@ READ = {
     "-x": {"-1": -1, "0": 0, "40": 40}, "-m": {"-1": -1, "1": 1}, "-d": {"-1": -1, "524288": 524288}, "-lg": {"-1": -1},
     "-n": {"-1": -1}, "-s": {"-1": -1}, "-v": {"0": 0}, "-g": {"0": 0}, "-l": {"6e-4": 6e-4, "0": 0.0}, "-sl": {"7": 7.0},
     "-e": {"gpt3:c768": "gpt3:c768"}, "-o": {"": "", "a b": "a b"}, "-i": {"x/*.bin": "x/*.bin"}, "-k": {"wsd": "wsd"}, "-y": {"1": 1},
+    "--ranks": {"0": 0, "1024": 1024}, "--link": {"400": 400.0, "0": 0.0, "12.5": 12.5}, "--node-link": {"3600": 3600.0},
     "--device": {"cpu": "cpu", "cuda": "cuda", "cuda:12": "cuda:12"}, "--precision": {"bf16": "bf16"},
     "-b": {"auto": "auto", "1": 1}, "-r": {"auto": "auto", "0": 0, "6": 6},
     "--master": {"auto": "auto", "fp32": "fp32", "bits16": "bits16", "none": "none"}, "--optimizer-state": {"bf16": "bf16"},
@@ -43,19 +44,23 @@ WRONG = {
     "-lg": ("-2",), "-x": ("-2", "inf"), "-u": ("-1",), "-l": ("nan", "inf", "-1e-4", "1e999", "x"), "-q": ("-0.1",), "-c": ("-1",),
     "-sl": ("-1", "nan"), "-sg": ("-1",), "-v": ("-1",), "-m": ("0", "-2"), "-s": ("-2",), "-g": ("-1",), "-k": ("cos", ""),
     "-y": ("2", "yes", "-1"), "-h": ("2",), "-a": ("2",), "-f": ("true",), "-w": ("-1",), "-ge": ("3", "-1"), "-z": ("4", "-1"),
-    "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",),
+    "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",), "--timeout": ("0", "-1", "1.5"),
+    "--ranks": ("-1", "auto", "1.5"), "--link": ("-1", "fast", "inf", "400,3600"), "--node-link": ("-1", "nan"),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
     "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
     "--kernels": ("cuda", ""), "--attention": ("math", "cpu"),
     "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
 
-UNBUILT = ("-z 2", "-z 3", "-pn 2 -z 1", "-pn 8", "-pr 1", "-r 7", "-r 7 --plan")
+UNBUILT = ("-r 7", "-r 7 --plan")
 
 # flags that each are fine and together ask for what cannot be -> the sentence's beginning
 AT_ODDS = {
     "-r auto -b auto": "-r auto -b auto: each is chosen for the other", "-b auto -r auto --plan": "-r auto -b auto: each is chosen",
     "--json": "--json is a form of the plan; add --plan", "--tensors -b 2": "--tensors is a form of the plan; add --plan",
+    "--ranks 8": "--ranks is about processes that are only planned for; add --plan, or leave it out",
+    "-pn 8 --link 400": "--link is about processes that are only planned for; add --plan", "--node-link 3600": "--node-link is about",
+    "--plan --ranks 8 --node-link 3600": "--node-link is what is faster than --link, and there is none; add --link",
     "-r 6 --offload-residual": "-r 6 --offload-residual: this level keeps too few residuals to move",
     "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to move",
     "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
@@ -63,7 +68,8 @@ AT_ODDS = {
     "-ge 2 -r 6 --plan": "-ge 2 -r 6: GELU's gradient joins a matmul",
     "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
 }  # fmt: skip
-NOT_AT_ODDS = ("-ge 2 -r 2", "-ge 2 -r auto", "-ge 1 -r 6",
+NOT_AT_ODDS = ("--plan --ranks 8", "--plan --link 400", "--plan -pn 8 --link 400 --node-link 3600", "--ranks 0", "--link 0",
+               "-ge 2 -r 2", "-ge 2 -r auto", "-ge 1 -r 6",
                "-r auto", "-b auto", "-r auto -b 2", "-b auto -r 6", "--plan --json", "--plan --tensors", "-r auto --offload-residual",
                "-r 5 --offload-residual", "--master none", "--master none -w 0", "--master none -w 1", "--master auto -w 0",
                "--master bits16", "--master fp32 -w 1", "--optimizer-state bf16 --grad-dtype fp32")  # fmt: skip
@@ -264,6 +270,7 @@ def test_run_scripts_pass_flags_that_are_accepted_and_resume(name, tmp_path):
         ("exit 3", (3, 1)),  # and so would running out of memory
         ("exit 130", (130, 1)),  # Ctrl-C
         ("kill -INT $PPID; exit 1", (130, 1)),
+        ("exit 4", (1, 3)),  # a lost rank: tried again
         ("exit 1", (1, 3)),  # three crashes without a checkpoint between them
         ("kill -9 $$", (1, 3)),
         ("n=$(grep -c x $log/calls); [ $n -lt 6 ] || n=18865; touch $log/DONE_$(printf %08d $n); exit 1", (0, 6)),  # crashes, but gets on
@@ -271,6 +278,34 @@ def test_run_scripts_pass_flags_that_are_accepted_and_resume(name, tmp_path):
 )
 def test_the_restart_loop_ends(body, expected, tmp_path):
     assert run_script("run_gpt2_124M.sh", tmp_path, body) == expected
+
+
+LAUNCHERS = {
+    "run_torchrun.sh": ("torchrun", "--no-python --nnodes 1 --node-rank 0 --nproc-per-node 8 --master-addr 127.0.0.1 --master-port 29500"),
+    "run_mpirun.sh": ("mpirun", "--host localhost:8 --map-by slot --bind-to none -x MASTER_ADDR -x MASTER_PORT=12345"),
+    "run_slurm.sh": ("srun", "--kill-on-bad-exit=1 --cpus-per-task=8"),
+}
+
+
+@pytest.mark.parametrize("body,expected", [("exit 2", (2, 1)), ("exit 3", (3, 1)), ("exit 4", (1, 3))])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_scripts_for_several_processes_launch_them_and_start_lost_ones_again(name, body, expected, tmp_path, monkeypatch):
+    """A launcher that writes down its arguments and runs what they end with, as a script of the same names."""
+    launcher, options = LAUNCHERS[name]
+    (tmp_path / launcher).write_text(
+        f'#!/bin/sh\necho "$@" > {shlex.quote(str(tmp_path))}/launched\nexec {shlex.quote(str(tmp_path))}/python\n'
+    )
+    (tmp_path / launcher).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for variable in ("SLURM_SUBMIT_DIR", "SLURM_CPUS_PER_TASK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(REPO)
+    assert run_script(name, tmp_path, body) == expected
+    before, program, flags = (tmp_path / "launched").read_text().partition(f" {tmp_path}/python train_gpt2.py ")
+    settings = parse(shlex.split(flags))
+    refuse_unbuilt(settings)
+    assert before == options and program and settings.resume == 1 and settings.zero_stage == 1
+    assert settings.total_batch_size % (settings.batch_size * settings.sequence_length * 16) == 0, "two machines of eight"
 
 
 def test_a_finished_run_is_not_started_again(tmp_path):

@@ -21,6 +21,7 @@ from test_resume import assert_same_end, bf16_model_bytes, files_of
 
 import train_gpt2
 from llmc.cards import Budget
+from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot, save_snapshot
 from llmc.checkpoint.state_file import read_state
 from llmc.checkpoint.store import state_path
@@ -343,11 +344,11 @@ class NoLoader:
 
 
 def save(model, folder, step):
-    save_snapshot(folder, step, model, NoLoader(), {}, rank=0, num_processes=1, master_weights=model.plan.options.master != "none")
+    save_snapshot(folder, step, model, NoLoader(), {}, master_weights=model.plan.options.master != "none")
 
 
 def load(model, folder, step):
-    load_snapshot(folder, step, model, NoLoader(), rank=0, num_processes=1, master_weights=model.plan.options.master != "none")
+    load_snapshot(folder, step, model, SavedState(folder, step, model.config), master_weights=model.plan.options.master != "none")
 
 
 @pytest.mark.parametrize("source, target", [(a, b) for a in range(len(FORMS)) for b in range(len(FORMS))])

@@ -137,7 +137,7 @@ def test_bytes_are_those_counted_by_hand(d12, name, n_bytes, launches):
 
 def test_every_operation_of_the_kernels_is_measured():
     pytest.importorskip("triton")
-    from llmc.kernels.operations import triton_operations
+    from llmc.kernels.functions import triton_operations
 
     assert {k.operation for k in KERNELS} == set(CALLS) == set(triton_operations())
 

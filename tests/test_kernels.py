@@ -29,10 +29,12 @@ from test_layers import (
 )  # fmt: skip
 
 from llmc.backend import open_backend
+from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot, load_weights, save_snapshot
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.data.shards import TokenLoader, write_shard
+from llmc.distributed.tensor_parallel import Divided
 from llmc.gpt2 import GPT2
 from llmc.layers import torch_operations
 from llmc.layers.adamw import piece_noise, pieces_of
@@ -41,7 +43,7 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan, PlanOptions
 
 if TRITON := find_spec("triton") is not None:  # test_kernels_cpu.py runs many of these tests, triton or not
-    from llmc.kernels.operations import triton_operations
+    from llmc.kernels.functions import triton_operations
 
 REPO = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -300,6 +302,37 @@ def test_encoder_backward_has_torch_s_bits(kernels, B, T, C, dtype, grad_dtype, 
     torch_scratch = encoder_scratch(B, T, C, grad_dtype) | {"encoder_rows": unwritten(B, T, C)}
     TORCH.encoder_backward(*want, dout, inputs, token_order(inputs), torch_scratch, seed=seed, accumulate=accumulate)
     assert same_bits(dwte, want[0]) and same_bits(dwpe, want[1]) and same_bits(dout, kept)
+
+
+@forms
+@pytest.mark.parametrize("B, T, C", ENCODERS[1:3])
+def test_encoder_backward_of_a_part_of_the_vocabulary_has_torch_s_bits(kernels, B, T, C, dtype, grad_dtype):
+    """The order is then of some positions only, by a token's number in the part. Torch is given a row more, for all other tokens.
+
+    fp32 gradients are rows of the whole's; bf16 ones have the noise of their place in the part.
+    """
+    V, seed = 32, 77
+    inputs, dout = tokens_of("any", B, T, V), noise(B, T, C, dtype=dtype, seed=3)
+    dwte, order = noise(V, C, dtype=grad_dtype, seed=4), token_order(inputs)
+    whole = dwte.clone()
+    kernels.encoder_backward(
+        whole, unwritten(T, C, dtype=grad_dtype), dout, inputs, order, order_scratch(B * T), seed=seed, accumulate=False
+    )
+    parts = 4
+    width = V // parts
+    for part in range(parts):
+        divided = Divided(SimpleNamespace(rank=part, size=parts))
+        divided.vocabulary, divided.first_token = width, part * width
+        rows = dwte[part * width : (part + 1) * width]
+        ours, want = [rows.clone(), unwritten(T, C, dtype=grad_dtype)], [torch.cat([rows, rows[:1]]), unwritten(T, C, dtype=grad_dtype)]
+        kernels.encoder_backward(*ours, dout, inputs, divided.own_order(order), order_scratch(B * T), seed=seed, accumulate=False)
+        here = inputs - part * width
+        here[(here < 0) | (here >= width)] = width
+        scratch = encoder_scratch(B, T, C, grad_dtype) | {"encoder_rows": unwritten(B, T, C)}
+        TORCH.encoder_backward(*want, dout, here, token_order(here), scratch, seed=seed, accumulate=False)
+        assert same_bits(ours[0], want[0][:width])
+        if grad_dtype == FP32:
+            assert same_bits(ours[0], whole[part * width : (part + 1) * width]) and same_bits(ours[1], want[1])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
@@ -676,7 +709,7 @@ def update_scratch(tensors):
     """The kernel's working room for as many tensors, with nothing of use in it."""
     n = len(tensors)
     return {
-        "update_layout": unwritten(n, 4, dtype=torch.int64),
+        "update_layout": unwritten(n, 5, dtype=torch.int64),
         "update_numbers": unwritten(3 * n + 2, dtype=torch.int32),
         "grad_norm": unwritten(1),
     }
@@ -784,6 +817,48 @@ def test_adamw_leaves_the_rest_of_the_arenas_alone(kernels, small_chunks, dtype,
         assert same_bits(flat[name][touched], whole[name][touched])
         assert same_bits(flat[name][: touched.start], before[name][: touched.start])
         assert same_bits(flat[name][touched.stop :], before[name][touched.stop :])
+
+
+def update_in_shares(update, dtype, master, moments):
+    """Bits of an update of whole tensors, and those of its shares, each in arenas of its own, put together: two lists.
+
+    update(flat, tensors, numbers). Layers are cut into three; shares end in the middle of what has one row of the noise.
+    """
+    sizes, numbers = [(3, 3 * 448, True), (1, 3 * 64, False), (2, 3 * 4160, True)], dict(lr=1e-2, weight_decay=0.1, step=2, grad_norm=1.7)
+    flat, tensors = arenas(dtype, master, moments, sizes)
+    flat["gradients"] = noise(len(flat["m"]), seed=8).to(dtype)
+    tensors = [replace(t, seed=2654435769 * (i + 1) % 2**32) for i, t in enumerate(tensors)]
+
+    def of_share(t, share):
+        """Places of a share's elements, layer after layer."""
+        n = t.elements // t.layers
+        return (t.start + torch.arange(t.layers)[:, None] * n + share * (n // 3) + torch.arange(n // 3)).flatten()
+
+    together = {name: torch.empty_like(arena) for name, arena in flat.items()}
+    for share in range(3):
+        places = [of_share(t, share) for t in tensors]
+        starts = np.cumsum([0, *map(len, places)]).tolist()
+        mine = [
+            replace(t, start=start, elements=len(at), first=share * (len(at) // t.layers)) for t, start, at in zip(tensors, starts, places)
+        ]
+        held = {name: arena[torch.cat(places)] for name, arena in flat.items()}
+        update(held, mine, numbers)
+        for name, arena in held.items():
+            together[name][torch.cat(places)] = arena
+    update(flat, tensors, numbers)
+    names = [name for name in flat if name != "gradients"]
+    return [flat[name] for name in names], [together[name] for name in names]
+
+
+@updates
+@pytest.mark.parametrize("moments", DTYPES, ids=["m-fp32", "m-bf16"])
+def test_adamw_of_shares_has_the_bits_of_the_whole_tensors(kernels, small_chunks, dtype, master, moments):
+    """As ZeRO and tensor parallelism have it: where an element is in its layer decides about its noise, not where it is in an arena."""
+
+    def update(flat, tensors, numbers):
+        kernels.adamw_update(flat, tensors, update_scratch(tensors), **numbers)
+
+    assert all(same_bits(*pair) for pair in zip(*update_in_shares(update, dtype, master, moments)))
 
 
 def test_adamw_takes_the_norm_where_it_lies_or_as_a_number(kernels, small_chunks):
@@ -940,7 +1015,7 @@ OPTIMIZERS = [
 def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none(own, few_partials, tmp_path, form):
     """It reads and writes master and moments in the working room of the plan, which is not that of the torch operations."""
     write_shard(str(tmp_path / "tokens.bin"), np.random.default_rng(0).integers(0, TINY.vocab_size, 200))
-    config, common = replace(TINY, num_layers=1), dict(rank=0, num_processes=1, master_weights=form.get("master") != "none")
+    config, common = replace(TINY, num_layers=1), dict(master_weights=form.get("master") != "none")
 
     def start():
         return build(own, config=config, **form), TokenLoader(str(tmp_path / "tokens.bin"), B, T, shuffle=True)
@@ -960,7 +1035,9 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
     save_snapshot(tmp_path, 1, model, loader, {}, **common)
     assert state(model) == before
     other, other_loader = start()
-    load_snapshot(tmp_path, 1, other, other_loader, **common)
+    saved = SavedState(tmp_path, 1, config)
+    load_snapshot(tmp_path, 1, other, saved, **common)
+    other_loader.restore(saved.rank(0).loader)
     assert state(other) == before
     train(model, loader, 2)
     train(other, other_loader, 2)

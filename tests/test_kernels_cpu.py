@@ -19,15 +19,17 @@ pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU:
 import llmc.kernels_cpu
 import test_kernels
 from llmc.kernels_cpu import door, why_no_cpu_kernels
-from llmc.kernels_cpu.operations import numba_operations
+from llmc.kernels_cpu.functions import numba_operations
 from llmc.layers import attention_operations, torch_operations
 from test_kernels import (  # noqa: F401
     results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
     test_a_weight_that_is_nan_stays_one, test_adamw_clips_as_torch_does_whatever_the_norm,
-    test_adamw_has_torch_s_bits_in_every_form_step_after_step, test_adamw_leaves_the_rest_of_the_arenas_alone,
+    test_adamw_has_torch_s_bits_in_every_form_step_after_step, test_adamw_of_shares_has_the_bits_of_the_whole_tensors,
+    test_adamw_leaves_the_rest_of_the_arenas_alone,
     test_adamw_rounds_ties_as_torch_does, test_adamw_takes_the_norm_where_it_lies_or_as_a_number,
     test_classifier_finds_the_largest_logit_in_any_block, test_classifier_is_cross_entropy_and_its_gradient,
     test_classifier_survives_logits_beyond_exp, test_encoder_backward_has_torch_s_bits, test_encoder_backward_takes_every_seed,
+    test_encoder_backward_of_a_part_of_the_vocabulary_has_torch_s_bits,
     test_encoder_forward_has_torch_s_bits, test_every_recompute_level_gives_the_same_bits,
     test_fp32_gradients_of_bf16_weights_have_the_same_bits_at_the_lowest_and_the_highest_level,
     test_gelu_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s,
@@ -158,6 +160,34 @@ def test_compiled_kernels_are_kept_until_any_of_their_sources_changes_or_not_at_
     (package / "__pycache__").touch()
     (tmp_path / "file").touch()
     assert hits_and_misses() == "(0, 1)"
+
+
+BOTH = """
+import hashlib, torch
+from llmc.kernels_cpu.layernorm import layernorm_forward, residual_layernorm_forward
+
+torch.manual_seed(0)
+x, residual, weight, bias = torch.randn(64, 768), torch.randn(64, 768), torch.randn(768), torch.randn(768)
+results = []
+for forward, inputs in ((residual_layernorm_forward, (x.clone(),)), (layernorm_forward, ())):
+    out, mean, rstd = torch.empty(64, 768), torch.empty(64), torch.empty(64)
+    forward(*inputs, out, mean, rstd, residual if inputs else x + residual, weight, bias, {})
+    results.append(b"".join(t.numpy().tobytes() for t in (out, mean, rstd)))
+print(results[0] == results[1], hashlib.sha256(results[0]).hexdigest())
+"""
+
+
+def test_kernels_give_the_same_bits_whether_just_compiled_or_kept(tmp_path):
+    """A function that several kernels call must be a part of each: else it is the first that was loaded, from whichever."""
+
+    def run():
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPO)}
+        done = subprocess.run([sys.executable, "-c", BOTH], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    compiled, kept = run(), run()
+    assert compiled == kept and compiled[0] == "True"
 
 
 def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):

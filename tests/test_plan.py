@@ -72,7 +72,9 @@ def test_shapes_resolve_letters_factors_and_bare_numbers():
 def test_what_each_level_keeps_is_the_design_table():
     """Channels of a row kept per layer, statistics aside, are 16C, 12C, 10C, 6C, 3C and 1C; the names not kept are the table's."""
     names = {a.name for a in BLOCK_ACTIVATIONS}
-    factor = {a.name: resolve(a.shape, {"B": 1, "T": 1, "C": 1, "NH": 1, "Tp": 1}) for a in BLOCK_ACTIVATIONS if a.dtype == "act"}
+    factor = {
+        a.name: resolve(a.shape, dict.fromkeys(("B", "T", "s", "C", "k", "h", "Tp"), 1)) for a in BLOCK_ACTIVATIONS if a.dtype == "act"
+    }
     statistics = {"ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd", "lse"}
     more = (
         set(), {"fch_gelu"}, {"ln1", "ln2"}, {"fch"}, {"qkvr"}, {"atty", "residual2", *statistics}, {"residual3"},

@@ -348,7 +348,7 @@ def test_what_cannot_be_done_is_one_sentence(words, sentence, monkeypatch):
     (["-r", "auto"], f"no recompute level fits -b 4 -t {T} in 0 MiB: .*; use a smaller -e, -b or -t"),
 ])  # fmt: skip
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_allocated(words, sentence, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "run_budget", lambda s, backend: Budget(1000, "a test"))
+    monkeypatch.setattr(train_gpt2, "run_budget", lambda s, backend, world: Budget(1000, "a test"))
     monkeypatch.setattr(profile, "profile_step", lambda *args: pytest.fail("it began"))
     with pytest.raises(UserError, match=sentence):
         profile.main([*SMALL, *words])

@@ -22,9 +22,10 @@ from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
 from llmc.memory.report import (
-    COLUMNS, LEGEND, bound, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table,
+    COLUMNS, bound, legend, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table,
 )  # fmt: skip
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
+from llmc.memory.traffic import Network, step_traffic
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
@@ -273,7 +274,7 @@ def test_the_table_prints_the_numbers_of_the_json(o, budget):
         assert cells[len(COLUMNS) + 2] == ("-" if budget is None else str(row["largest_batch"]))
         assert cells[len(COLUMNS) + 3 : len(COLUMNS) + 5] == [f"{row['extra_flops_percent']:.1f}%", f"{row['flops_per_byte']:.0f}"]
     assert re.findall(r"^ *(\d+)\* ", text, re.MULTILINE) == [str(o.recompute)]
-    assert LEGEND in text
+    assert "\n".join(legend(o)) in text
 
 
 def test_each_line_of_the_table_adds_what_its_level_stops_keeping():
@@ -321,7 +322,138 @@ def test_not_enough_memory_where_no_flag_helps_says_what_would():
 
 
 # ----------------------------------------------------------------------------
+# several ranks
+
+RANKS = (
+    PlanOptions(D12, 4, 1024, recompute=2, device="cuda", ranks=8, zero_stage=1),
+    PlanOptions(D12, 4, 1024, recompute=1, device="cuda", ranks=64, zero_stage=3, tensor_parallel=4),
+    PlanOptions(CONFIG, 2, 64, ranks=3),
+    PlanOptions(CONFIG, 2, 64, kernels="numba", tensor_parallel=2, master="bits16", keep_gathered=True),
+)
+NETWORKS = (Network(), Network(400.0), Network(400.0, 3600.0, 8))
+every_rank = pytest.mark.parametrize("o", RANKS, ids=["zero", "both", "thirds", "parts"])
+every_network = pytest.mark.parametrize("network", NETWORKS, ids=["unknown", "link", "machines"])
+
+
+@every_rank
+def test_columns_and_tensors_of_a_rank_add_up_to_what_it_allocates(o):
+    """Its shares and parts: of each arena the tensors lie back to back, in file order, to its last byte."""
+    for level in levels_of(o):
+        plan = Plan(replace(o, recompute=level))
+        assert sum(plan.columns.values()) == plan.total_bytes and "gathered" in plan.columns
+        for arena in (name for name in plan.arenas if name != "activations"):
+            inside = [row for row in tensor_rows(plan) if row["arena"] == arena]
+            ends = [row["offset"] + row["bytes"] for row in inside]
+            assert [row["name"] for row in inside] == [p.name for p in PARAMETERS]
+            assert [row["offset"] for row in inside] == [0, *ends[:-1]] and ends[-1] == plan.arenas[arena]
+            assert all(row["bytes"] == prod(row["shape"]) * DTYPE_BYTES[row["dtype"]] for row in inside)
+
+
+@every_rank
+@every_network
+@every_budget
+def test_json_has_what_each_level_sends_and_how_long_that_takes(o, network, budget):
+    told = plan_json(o, 3, budget, network)
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert (told["ranks"], told["zero_stage"], told["tensor_parallel"]) == (o.world, o.zero_stage, o.tensor_parallel)
+    for row in told["levels"]:
+        mine = replace(o, recompute=row["recompute"])
+        sent = step_traffic(mine, 3)
+        assert [(s["purpose"], s["among"], s["kind"], s["bytes"], s["waits"]) for s in row["sent"]] == [
+            (s.purpose, s.among, s.kind, s.bytes, s.waits) for s in sent
+        ]
+        assert row["sent_mib"] * MIB == pytest.approx(sum(s.bytes for s in sent))
+        times = [network.ms(mine, s) for s in sent]
+        assert [s["ms"] for s in row["sent"]] == times
+        if network.link:
+            assert row["sending_ms"] == pytest.approx(sum(times))
+            assert row["waiting_ms"] == pytest.approx(sum(ms for ms, s in zip(times, sent) if s.waits))
+        else:
+            assert row["sending_ms"] is row["waiting_ms"] is None
+        cost = step_cost(mine, 3)
+        if budget is H100 and o.device == "cuda":
+            assert row["compute_ms"] == pytest.approx(1e3 * max(cost.flops / 989.4e12, cost.bytes / 3352e9))
+        else:
+            assert row["compute_ms"] is None
+
+
+@every_rank
+@every_network
+@every_budget
+def test_the_block_below_the_table_prints_the_numbers_of_the_json(o, network, budget):
+    text = plan_table(o, 3, budget, network)
+    row = next(row for row in plan_json(o, 3, budget, network)["levels"] if row["recompute"] == o.recompute)
+    block = text.partition(f"sent by each rank in a step at -r {o.recompute}")[2]
+    lines = [re.split(r"  +", line) for line in block.split("\n\n")[1].splitlines()]
+    assert lines[0] == ["sent", "among", "collective", "MiB", "Gbit/s", "ms", "computing"]
+
+    def number(value, form=".1f"):
+        return "-" if value is None else format(value, form)
+
+    assert lines[1:-1] == [
+        [
+            s["purpose"],
+            s["among"],
+            s["kind"],
+            number(s["mib"]),
+            number(s["gbit_s"], "g"),
+            number(s["ms"]),
+            "waits" if s["waits"] else "goes on",
+        ]
+        for s in row["sent"]
+    ]
+    assert lines[-1] == ["in all", number(row["sent_mib"]), number(row["sending_ms"])]
+    last = text.splitlines()[-1]
+    if row["compute_ms"] and network.link:
+        best = row["waiting_ms"] + max(row["compute_ms"], row["sending_ms"] - row["waiting_ms"])
+        assert f"computing takes {row['compute_ms']:.1f} ms on h100-80" in last and last.endswith(f"a step takes {best:.1f} ms at best")
+    else:
+        assert "say --" in last or row["compute_ms"] is None
+    assert ("over the ports of all its ranks" in text) == bool(network.inside)
+
+
+def test_what_goes_on_beside_computing_is_said_in_words():
+    o = PlanOptions(D12, 4, 1024, ranks=8)
+    said = {stage: plan_table(replace(o, zero_stage=stage), network=Network()) for stage in range(4)}
+    assert all("gradients of layers are summed while backward goes on below them" in text for text in said.values())
+    come = {stage: re.findall("weights of layers come while the (.*)", text) for stage, text in said.items()}
+    assert come == {0: [], 1: ["next step begins"], 2: ["next step begins"], 3: ["layer before computes"]}
+    parts = plan_table(PlanOptions(D12, 4, 1024, kernels="numba", tensor_parallel=2), network=Network())
+    assert "computing waits for all of it" in parts
+
+
+def test_one_rank_sends_nothing_and_says_nothing_of_it():
+    assert "sent" not in plan_table(PlanOptions(D12, 4, 1024), network=Network(400.0))
+
+
+def test_not_enough_memory_says_nothing_of_what_ranks_send():
+    o = PlanOptions(D12, 16, 1024, device="cuda", ranks=8, zero_stage=3)
+    assert "sent by" not in not_enough_memory(NotEnoughMemory("", o, 4 << 30, 3))
+
+
+# ----------------------------------------------------------------------------
 # the command line
+
+THOUSAND = (
+    "--plan -e gpt3:c12288 -b 1 -t 2048 -r 2 --ranks 1024 -z 3 --tensor-parallel 8 --link 400 --node-link 3600 --memory-budget h100-80 "
+    "--device cuda --precision bf16"
+)
+
+
+def test_a_thousand_ranks_are_planned_for_on_one_machine():
+    o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, recompute=2, device="cuda", ranks=128, zero_stage=3, tensor_parallel=8)
+    network = Network(400.0, 3600.0, 8)
+    out = ran(THOUSAND)
+    assert out == plan_table(o, 1, H100, network) + "\n"
+    assert out.splitlines()[0].endswith("one of 1024 ranks, ZeRO stage 3, tensor parallel in 8 parts")
+    assert json.loads(ran(THOUSAND, "--json")) == {"reasons": []} | plan_json(o, 1, H100, network)
+
+
+def test_ranks_to_plan_for_are_those_of_ranks_or_of_pn():
+    plan = "--plan -e d12 -b 4 -z 2 --memory-budget h100-80"
+    assert ran(plan, "--ranks 8") == ran(plan, "-pn 8") == ran(plan, "-pn 2 --ranks 8") != ran(plan, "-pn 2")
+    assert json.loads(ran(plan, "--ranks 8 -d 65536 --json"))["grad_accum_steps"] == 2
+
 
 D48_ON_H100 = "--plan -e d48 -b 16 --memory-budget h100-80 --device cuda --precision bf16"
 
@@ -337,6 +469,7 @@ def test_plan_json_parses_and_has_every_level():
     told = json.loads(ran(D48_ON_H100, "--json"), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert len(told["levels"]) == 7
     assert told == {"reasons": []} | plan_json(PlanOptions(D48, 16, 1024, device="cuda"), 1, H100)
+    assert (told["ranks"], told["zero_stage"], told["tensor_parallel"], told["link"], told["levels"][0]["sent"]) == (1, 0, 1, None, [])
 
 
 def test_plan_counts_the_micro_steps_of_d():
@@ -387,6 +520,7 @@ def test_no_form_of_plan_imports_torch(case):
     """They answer at once and on any machine; one process asks for all of them, and for what does not fit or is refused."""
     sizes = "-t 32 -g 32 --memory-budget 1GiB"
     fine = [
+        [THOUSAND], [THOUSAND, "--json"], [THOUSAND, "--tensors"],
         [D48_ON_H100], [D48_ON_H100, "--json"], [D48_ON_H100, "--tensors"], [D48_ON_H100, "--offload-residual --json"],
         ["--plan -e d12"], ["--plan -e d12 --device cpu --precision fp32 --memory-budget 24GiB"],
         ["--plan -e d12 -b 64 -r auto --memory-budget 16GiB --device cuda"],

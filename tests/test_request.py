@@ -123,6 +123,18 @@ def test_a_plan_refuses_what_a_run_would(flags, sentence):
     assert str(refusal.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("flags, sentence", [
+    ("-e d48 --ranks 1024 -z 3", "-z 3 shares every tensor out over 1024 processes, which do not divide C = 1600"),
+    ("-e d48 --ranks 1024 --tensor-parallel 8", "--tensor-parallel 8 does not divide the 25 heads"),
+    ("-e d12 --ranks 10 --tensor-parallel 4", "--tensor-parallel 4 does not divide the 10 processes of this run"),
+    ("-e gpt3:c2048 --ranks 1024 -z 1 --tensor-parallel 16 -d 4096", "-d 4096 is not a multiple of B*T*processes = 4*1024*64"),
+])  # fmt: skip
+def test_ranks_that_could_not_run_are_not_planned_for_either(flags, sentence):
+    with pytest.raises(UserError) as refusal:
+        plan_text(asked("--plan --memory-budget h100-80 " + flags))
+    assert str(refusal.value).startswith(sentence)
+
+
 def test_a_plan_for_a_card_too_old_for_triton_is_that_of_torch_s_operators():
     text = plan_text(asked("-e d12 -b 4 --plan --memory-budget t4"))
     assert "torch's operators run what Triton's kernels would do faster: they need a card of SM80" in text

@@ -75,9 +75,8 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path):
         store.find_last_step(tmp_path / "log")
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_every_instant_of_a_deletion_is_consistent(tmp_path, monkeypatch, order):
-    """After each single removal, whichever rank is ahead, the older checkpoint is found or the newer is whole."""
+def test_every_instant_of_a_deletion_is_consistent(tmp_path, monkeypatch):
+    """After each single removal the older checkpoint is found or the newer is whole."""
     checkpoint(tmp_path, 4, num_processes=3)
     checkpoint(tmp_path, 9, num_processes=3)
     unlink, seen = Path.unlink, []
@@ -87,12 +86,11 @@ def test_every_instant_of_a_deletion_is_consistent(tmp_path, monkeypatch, order)
         seen.append(store.find_last_step(tmp_path))  # raises where a DONE stands over missing files
 
     monkeypatch.setattr(Path, "unlink", watched)
-    for rank in order:
-        store.delete(tmp_path, 9, rank)
-    assert seen == [4] * 10  # DONE three times, of which two find it gone, and 1 model, 3 states, 3 extras
+    store.delete(tmp_path, 9)
+    assert seen == [4] * 8  # DONE, 1 model, 3 states, 3 extras
     ranks = [f"extra_00000004_0000{r}.json" for r in range(3)] + [f"state_00000004_0000{r}.bin" for r in range(3)]
     assert sorted(os.listdir(tmp_path)) == sorted(["DONE_00000004", "model_00000004.bin", *ranks])
-    store.delete(tmp_path, 9, 0)  # again: nothing left to delete is no error
+    store.delete(tmp_path, 9)  # again: nothing left to delete is no error
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_a_denied_done_or_deletion_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="marking the checkpoint complete failed at .*DONE_00000005.*Read-only"):
         store.mark_done(tmp_path, 5)
     with pytest.raises(UserError, match="deleting the checkpoint of step 4 failed.*Read-only"):
-        store.delete(tmp_path, 4, 0)
+        store.delete(tmp_path, 4)
 
 
 def test_an_unmarked_checkpoint_is_not_found(tmp_path):

@@ -1,114 +1,177 @@
 """A whole checkpoint, written and read back: the model, the training state, and what a resumed run needs to be the same run."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
+from llmc.checkpoint.writer import PIECE_BYTES, WriteAtOnce
 from llmc.checkpoint.model_file import map_parameters, write_model
-from llmc.checkpoint.state_file import TrainingState, read_extra, read_state, tensor_names, write_extra, write_state
-from llmc.checkpoint.store import delete, extra_path, mark_done, model_path, state_path, step_to_delete, unmark
-from llmc.errors import UserError
+from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
+from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
+from llmc.checkpoint.whole import shares, whole_tensors
 from llmc.files import read_part
+from llmc.memory.layout import runs
+from llmc.memory.tables import num_parameters
 
-PIECE_BYTES = 4 << 20  # what is copied from a device, or from a file, at a time
+
+def save_snapshot(folder, step, model, loader, extra, *, master_weights):
+    """Write model, state and extra files of `step`, then DONE, and wait for it. Arguments and errors are begin_snapshot's."""
+    writer = WriteAtOnce()
+    begin_snapshot(writer, folder, step, model, loader, extra, master_weights=master_weights)
+    await_all(writer, model.sharing)
+    end_snapshot(writer, folder, model)
 
 
-def save_snapshot(folder, step, model, loader, extra, *, rank, num_processes, master_weights):
-    """Write model, state and extra files of `step`, then DONE.
+def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights):
+    """Give the writer what is to be written of `step`. All ranks call it; rank 0 writes the model, each its own state.
 
-    extra is a plain dict (see write_extra). With master_weights an fp32 model writes its weights as the master: they are.
-    Raises UserError where the disk is full or denies; the checkpoints before stay as they were.
+    With tensor parallelism files are of whole models: the first part writes what a rank without it would.
+
+    Afterwards the model may train on. extra is a plain dict of its own (see write_extra). With master_weights an fp32 model writes its
+    weights as the master: they are. Raises UserError where the disk is full or denies; the checkpoints before stay as they were.
     """
+    sharing = model.sharing
     print(f"Writing checkpoint at step {step}")
-    if rank == 0:
+    sharing.settle()
+    if is_first(model):
         unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
-    flat, options = model.flat, model.plan.options
-    if rank == 0:
+    sharing.barrier()
+    writer.begin(step, contents(folder, step, model, loader, extra, master_weights))
+
+
+def await_all(writer, sharing):
+    """Wait until all ranks have written theirs. Raises UserError where this one could not."""
+    writer.wait()
+    sharing.settle()
+    sharing.barrier()
+
+
+def end_snapshot(writer, folder, model) -> int:
+    """All ranks have written theirs: the checkpoint counts, from now on. Its step."""
+    step, writer.step = writer.step, None
+    if is_first(model):
+        mark_done(folder, step)
+    return step
+
+
+def contents(folder, step, model, loader, extra, master_weights):
+    """(write, tensors) of what this rank has to write, in order: write(pieces of bytes) is to be called with what `tensors` gives.
+
+    tensors gives flat tensors on the model's device, which the next one may overwrite; all else is in `write`, as it is now. All ranks
+    must take all of them, each when it comes, as they gather weights from one another.
+    """
+    sharing, options = model.sharing, model.plan.options
+    weights = whole_tensors(model, "parameters") if model.parts.size > 1 else sharing.whole_weights()
+    weights = (piece for whole in weights for piece in pieces(whole))
+    if is_first(model):
         path = model_path(folder, step)
         print(f"Writing model to {path}", flush=True)
-        write_model(path, options.config, options.precision, pieces(flat["parameters"]))
-    path = state_path(folder, step, rank)
-    print(f"Writing state to {path}", flush=True)
+        yield partial(write_model, path, options.config, options.precision), weights
+    for _ in weights:  # other ranks give their shares of each
+        pass
     state = TrainingState(
-        step=step, num_processes=num_processes, rank=rank, use_master_weights=master_weights,
+        step=step, num_processes=sharing.size, rank=sharing.rank, use_master_weights=master_weights,
         rng_state=model.rng.state, rng_state_last_update=model.rng_state_last_update, loader=loader.state(),
     )  # fmt: skip
     tensors = (piece for name in tensor_names(master_weights) for piece in state_pieces(model, name))
-    write_extra(extra_path(folder, step, rank), extra)
-    write_state(path, state, tensors, len(flat["m"]))
-    mark_done(folder, step)
+    if model.parts.rank == 0:
+        path = state_path(folder, step, sharing.rank)
+        print(f"Writing state to {path}", flush=True)
+
+        def write(pieces):
+            write_extra(extra_path(folder, step, sharing.rank), extra)
+            write_state(path, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
+
+        yield write, tensors
+    for _ in tensors:  # other parts give theirs
+        pass
 
 
-def rotate(folder, step, *, every, keep, major_every, rank):
-    """Delete the checkpoint that the one of `step` replaces, or what a crash left of it, if -nk says so."""
+def is_first(model) -> bool:
+    """Whether this is the first of all ranks."""
+    return model.sharing.rank == model.parts.rank == 0
+
+
+def rotate(folder, step, *, every, keep, major_every):
+    """Delete the checkpoint that the one of `step` replaces, or what a crash left of it, if -nk says so. Only rank 0 does."""
     old = step_to_delete(step, every, keep, major_every)
-    if old is not None and any(
-        path.exists() for path in (model_path(folder, old), state_path(folder, old, rank), extra_path(folder, old, rank))
-    ):
+    if old is not None and files_of(folder, old):
         print(f"Deleting checkpoint at step {old}")
-        delete(folder, old, rank)
+        delete(folder, old)
 
 
 def load_weights(path, model):
-    """Fill the parameters from a model file of the model's own sizes and precision, and start the master from them."""
-    fill(model.flat["parameters"], map_parameters(path, model.config, model.plan.options.precision))
+    """Fill the parameters, or this rank's share of them, from a model file of the model's own sizes and precision, and start the
+    master from them."""
+    mapped = map_parameters(path, model.config, model.plan.options.precision)
+    mapped = mapped.view(np.float32 if model.plan.options.precision == "fp32" else np.int16)
+    fill(model.flat["parameters"], model.layout_of("parameters"), lambda at, n: read_part(mapped, at, n))
     model.copy_weights_to_master()
 
 
-def load_snapshot(folder, step, model, loader, *, rank, num_processes, master_weights) -> dict:
-    """Become the run that wrote the checkpoint of `step`: weights, m, v, master, generators, loader. Returns the extra dict.
+def load_snapshot(folder, step, model, saved, *, master_weights):
+    """Take over weights, m, v, master and the generator of the checkpoint of `step`, which `saved` has open, whoever wrote it.
 
     Files hold fp32; what this run keeps in fewer bits is rounded to them, to nearest, and exact where they came from as few.
     Without a saved master one starts from the weights. Raises UserError for damaged files.
     """
-    path = state_path(folder, step, rank)
-    state, tensors = read_state(path, len(model.flat["m"]), num_processes=num_processes, rank=rank)
-    if state.step != step:
-        raise UserError(
-            f"{path} says that it was written at step {state.step}; "
-            f"expected {step}, so the file is not the one of this checkpoint: resume from another"
-        )
-    if master_weights and not state.use_master_weights and model.plan.options.precision != "fp32":
+    state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
+    if master_weights and not state.use_master_weights and options.precision != "fp32":
         print(f"{path} holds no fp32 master weights: they start from the bf16 weights")
     if state.use_master_weights and not master_weights:
         print(f"{path} holds fp32 master weights, which a run without them leaves unused")
     model.rng.state, model.rng_state_last_update = state.rng_state, state.rng_state_last_update
     load_weights(model_path(folder, step), model)
-    if model.plan.options.optimizer_state != "fp32":
-        print(f"m and v of {path} are rounded to {model.plan.options.optimizer_state}, unless they were as short when written")
+    if options.optimizer_state != "fp32":
+        print(f"m and v of {path} are rounded to {options.optimizer_state}, unless they were as short when written")
     for name in ("m", "v"):
-        fill(model.flat[name], tensors[name])
-    if state.use_master_weights and master_weights and model.plan.options.precision != "fp32":
-        model.load_master(tensors["master"])
-    loader.restore(state.loader)
-    return read_extra(extra_path(folder, step, rank))
+        fill(model.flat[name], model.layout, partial(saved.read, name))
+    if state.use_master_weights and master_weights and options.precision != "fp32":
+        model.load_master(partial(read_arena, model.layout, partial(saved.read, "master")))
 
 
 def state_pieces(model, name):
-    """The fp32 bytes of m, v or the master, whatever form this run keeps them in."""
-    if name != "master":
-        widened = model.flat[name].dtype != torch.float32
-        yield from pieces(model.flat[name], model.acts[f"update_{name}"] if widened else None)
-    elif model.plan.options.precision == "fp32":
-        yield from pieces(model.flat["parameters"])
+    """The fp32 bytes of m, v or the master, whatever form this run keeps them in: of all, or of this rank's share."""
+    if model.parts.size > 1:
+        ranks = model.plan.options.ranks_of("m")
+        tensors = shares(whole_tensors(model, name), model.layout, ranks, model.sharing.rank % ranks)
     else:
-        for part in model.master_pieces():
-            yield part.cpu().numpy().view(np.uint8)
+        tensors = model.master_pieces() if name == "master" else [model.flat[name]]
+    widened = name != "master" and model.flat[name].dtype != torch.float32
+    for tensor in tensors:
+        yield from pieces(tensor, model.acts[f"update_{name}"] if widened else None)
 
 
 def pieces(flat: torch.Tensor, room=None):
-    """The bytes of a flat tensor as uint8 numpy arrays, a piece at a time, from whatever device.
+    """The bytes of a flat tensor as uint8 tensors, a piece at a time, on whatever device it is.
 
     room  fp32 working room through which a bf16 tensor is widened; then each piece is overwritten by the next
     """
     for part in flat.split(PIECE_BYTES // flat.element_size() if room is None else len(room)):
         part = part if room is None else room[: len(part)].copy_(part)
-        yield part.view(torch.uint8).cpu().numpy()
+        yield part.view(torch.uint8)
 
 
-def fill(flat: torch.Tensor, data: np.memmap):
-    """Copy mapped `data` into a flat tensor a piece at a time: as many bytes as uint8, or as many numbers as float32."""
-    target = flat.view(torch.uint8) if data.dtype == np.uint8 else flat
-    assert len(target) == len(data), f"{len(data)} elements for {len(target)}"
-    size = PIECE_BYTES // data.itemsize
-    for at in range(0, len(data), size):
-        target[at : at + size].copy_(torch.from_numpy(read_part(data, at, size)))
+def fill(flat: torch.Tensor, layout, read):
+    """Copy what read(at, n) gives, n elements from `at` on of a whole, into a flat arena of that layout, a piece at a time."""
+    size = PIECE_BYTES // flat.element_size()
+    for begin, whole_begin, n in runs(layout):
+        for at in range(0, n, size):
+            values = torch.from_numpy(read(whole_begin + at, min(size, n - at)))
+            target = flat[begin + at : begin + at + len(values)]
+            (target.view(torch.int16) if values.dtype == torch.int16 else target).copy_(values)
+
+
+def read_arena(layout, read, at, n):
+    """Elements at..at+n of an arena of that layout, (n,) float32; read(at, n) gives those of a whole."""
+    out, end = np.empty(n, np.float32), at + n
+    for t in layout:
+        # of the layers with something of it alone: a part can be very many runs
+        first_layer, last_layer = ((place - t.start) // t.elements for place in (max(at, t.start), end - 1))
+        for l in range(first_layer, min(last_layer + 1, t.layers)):
+            for begin, whole_begin, count in t.runs_of(l):
+                first, last = max(at, begin), min(end, begin + count)
+                if first < last:
+                    out[first - at : last - at] = read(whole_begin + first - begin, last - first)
+    return out

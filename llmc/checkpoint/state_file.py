@@ -76,15 +76,15 @@ def read_num_processes(path) -> int:
     return int(read_state_header(path)[2])
 
 
-def read_state_header(path) -> np.ndarray:
-    """(256,) int32 of a state file whose header makes sense. Raises UserError otherwise."""
+def read_state_header(path, rank: int | None = None) -> np.ndarray:
+    """(256,) int32 of a state file whose header makes sense and, where `rank` is known, is that rank's. Raises UserError otherwise."""
     header = read_header(path, STATE_MAGIC)
-    version, num_processes, rank, use_master_weights, should_shuffle = header[1:6].tolist()
+    version, num_processes, wrote_rank, use_master_weights, should_shuffle = header[1:6].tolist()
     if version != STATE_VERSION:
         raise UserError(f"{path} is a training state of version {version}; expected {STATE_VERSION}, so resume from another checkpoint")
-    if not 0 <= rank < num_processes:
+    if not 0 <= wrote_rank < num_processes:
         raise UserError(
-            f"{path} says rank {rank} of {num_processes} processes; expected a rank below that number, so the header is damaged: "
+            f"{path} says rank {wrote_rank} of {num_processes} processes; expected a rank below that number, so the header is damaged: "
             "resume from another checkpoint"
         )
     if not (0 <= use_master_weights <= 1 and 0 <= should_shuffle <= 1 and header[STEP] >= 0):
@@ -92,40 +92,49 @@ def read_state_header(path) -> np.ndarray:
             f"{path} says use_master_weights {use_master_weights}, should_shuffle {should_shuffle}, step {header[STEP]}; "
             "expected 0 or 1, 0 or 1 and a step from 0 on, so the header is damaged: resume from another checkpoint"
         )
+    if rank not in (None, wrote_rank):
+        raise UserError(
+            f"{path} was written by rank {wrote_rank} of {num_processes} processes; expected rank {rank}, as its name says, "
+            "so the file is not this checkpoint's: resume from another"
+        )
     return header
 
 
-def read_state(
-    path, num_parameters: int, *, num_processes: int | None = None, rank: int | None = None
-) -> tuple[TrainingState, dict[str, np.memmap]]:
+def read_state(path, num_parameters: int, rank: int | None = None) -> tuple[TrainingState, dict[str, np.memmap]]:
     """A state file's facts, and its tensors as (num_parameters,) float32 read-only maps named m, v and, where present, master.
 
-    num_parameters       elements of this rank's shard, which the file's length must agree with to the byte
-    num_processes, rank  of this run; where given, the file must come from the same
+    Arguments and errors are read_facts'.
+    """
+    state = read_facts(path, num_parameters, rank)
+    names = tensor_names(state.use_master_weights)
+    offsets = {name: tensor_offset(name, num_parameters) for name in names}
+    return state, {name: np.memmap(path, "<f4", "r", offset=offset, shape=(num_parameters,)) for name, offset in offsets.items()}
+
+
+def tensor_offset(name: str, num_parameters: int) -> int:
+    """Where m, v or the master begins in a state file of so many elements each, in bytes."""
+    return HEADER_BYTES + 4 * num_parameters * tensor_names(True).index(name)
+
+
+def read_facts(path, num_parameters: int, rank: int | None = None) -> TrainingState:
+    """All of a state file but its tensors, whose length is checked.
+
+    num_parameters  elements of each tensor, which the file's length must agree with to the byte
+    rank            whose file this should be, where known
     Raises UserError for a missing, damaged or foreign file.
     """
-    header = read_state_header(path)
-    wrote_processes, wrote_rank = int(header[2]), int(header[3])
-    if num_processes not in (None, wrote_processes) or rank not in (None, wrote_rank):
-        raise UserError(
-            f"{path} was written by rank {wrote_rank} of {wrote_processes} processes; expected rank {wrote_rank if rank is None else rank} "
-            f"of {wrote_processes if num_processes is None else num_processes}, so run with as many processes as wrote the "
-            f"checkpoint (-pn {wrote_processes})"
-        )
+    header = read_state_header(path, rank)
     names = tensor_names(bool(header[4]))
     tensors_end = HEADER_BYTES + 4 * num_parameters * len(names)
-    loader = read_loader(path, header, tensors_end, f"a state of {len(names)} x {num_parameters} parameters")
-    state = TrainingState(
+    return TrainingState(
         step=int(header[STEP]),
-        num_processes=wrote_processes,
-        rank=wrote_rank,
+        num_processes=int(header[2]),
+        rank=int(header[3]),
         use_master_weights=bool(header[4]),
         rng_state=get_uint64(header, RNG_STATE),
         rng_state_last_update=get_uint64(header, RNG_STATE_LAST_UPDATE),
-        loader=loader,
+        loader=read_loader(path, header, tensors_end, f"a state of {len(names)} x {num_parameters} parameters"),
     )
-    offsets = {name: HEADER_BYTES + 4 * num_parameters * i for i, name in enumerate(names)}
-    return state, {name: np.memmap(path, "<f4", "r", offset=offset, shape=(num_parameters,)) for name, offset in offsets.items()}
 
 
 def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderState:

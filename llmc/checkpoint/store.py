@@ -80,16 +80,17 @@ def unmark(folder, step: int) -> None:
         raise full_disk_or_denied(error, folder, f"deleting the checkpoint of step {step}") from error
 
 
-def delete(folder, step: int, rank: int) -> None:
-    """Remove this rank's files of a checkpoint, and rank 0 the model; what is already gone is no error.
+def files_of(folder, step: int) -> list[Path]:
+    """The model, state and extra files there are of a checkpoint, of however many ranks."""
+    names = re.compile(rf"model_{step:08d}\.bin|(state|extra)_{step:08d}_\d{{5,}}\.(bin|json)")
+    return sorted(path for path in Path(folder).iterdir() if names.fullmatch(path.name))
 
-    Every rank removes DONE before its own files, so the ranks need not wait for each other. Raises UserError where the
-    disk denies.
-    """
-    files = [state_path(folder, step, rank), extra_path(folder, step, rank)]
+
+def delete(folder, step: int) -> None:
+    """Remove a checkpoint, DONE first; what is already gone is no error. Only rank 0 does. Raises UserError where the disk denies."""
     unmark(folder, step)
     try:
-        for path in [model_path(folder, step), *files] if rank == 0 else files:
+        for path in files_of(folder, step):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise full_disk_or_denied(error, folder, f"deleting the checkpoint of step {step}") from error

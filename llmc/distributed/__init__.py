@@ -1,28 +1,182 @@
-"""The one door to other processes. One process is rank 0 of 1; more come with a later version."""
+"""The one door to other processes: who they are, how they meet, what they agree on, and what happens when one of them ends."""
 
+import json
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
-from llmc.errors import UserError
+from llmc.distributed.place import Place, find_place
+from llmc.errors import NotEnoughMemory, RankLost, UserError
 
-# how launchers tell a process how many there are: Open MPI, MPICH and PMI, torchrun
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+__all__ = [
+    "Place",
+    "World",
+    "close_world",
+    "device_of",
+    "different_from_first",
+    "find_place",
+    "open_world",
+    "prepare_torch",
+    "smallest",
+    "told",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many processes this is."""
+    """Which of how many processes this is. Alone there is neither a watch nor a meeting."""
 
     rank: int = 0
     num_processes: int = 1
+    local_rank: int = 0
+    num_local: int = 1
+    watch: "Watch | None" = None  # noqa: F821
+    meeting: "Meeting | None" = None  # noqa: F821
+
+    def progress(self, what: str) -> None:
+        """Say what begins now, such as "step 12": the others are told where a rank was when it was lost."""
+        if self.watch:
+            self.watch.progress(what)
 
 
-def open_world() -> World:
-    """This process's place. Raises UserError under a launcher of several processes: each would be rank 0 and write the same files."""
-    for name in SIZE_VARIABLES:
-        if os.environ.get(name, "1") != "1":
+def prepare_torch(place: Place, threads: int) -> None:
+    """Settings that torch, and numba, read when they are first imported, for several processes of so many CPU threads each.
+
+    A rank that is lost should be one sentence, the watch's. Without these torch adds a stack trace in C++ for every connection
+    that ends, and aborts the process where NCCL notices first.
+    """
+    if place.num_processes > 1:
+        # numba's threads without work wait in a loop, on cores of other ranks: a step of a tiny model took 60 times longer
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def device_of(place: Place, device: str) -> str:
+    """--device for this process: with several of them a GPU each, by local rank. Raises UserError where that cannot be."""
+    if place.num_processes == 1 or device == "cpu":
+        return device
+    if ":" in device:
+        if place.num_local > 1:
             raise UserError(
-                f"{name} is {os.environ[name]}: this process was started as one of several, which is not built yet; "
-                "start it alone, and use -d to accumulate to the same batch"
+                f"--device {device}: {place.num_local} processes of this machine would share one GPU; "
+                "say --device cuda, so that each takes its own, or -pg 1 if there is one process per machine"
             )
-    return World()
+        return device
+    import torch
+
+    if not torch.cuda.is_available():
+        return device  # the CPU, or the sentence that there is no GPU
+    count = torch.cuda.device_count()
+    if place.local_rank < count:
+        return f"cuda:{place.local_rank}"
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return "cuda:0"  # a launcher shows each process one GPU, which is then its own
+    raise UserError(
+        f"rank {place.rank} is process {place.local_rank} of its machine, counted from 0, and there are {count} CUDA devices; "
+        f"start {count} processes per machine and say -pg {count}, or use --device cpu"
+    )
+
+
+def open_world(place: Place, device_kind: str, timeout_s: float) -> World:
+    """Meet the others and make collectives work between all of them; to be called once this process's device is open.
+
+    device_kind  cpu: gloo carries the collectives, cuda: NCCL does
+    timeout_s    how long ranks wait for one another, here and later
+    Raises UserError where the others cannot be found, RankLost where one of them is lost meanwhile.
+    """
+    if place.num_processes == 1:
+        return World()
+    import torch
+
+    from llmc.distributed.network import interface_for_gloo
+    from llmc.distributed.rendezvous import first_line, meet
+    from llmc.distributed.watch import Watch
+
+    meeting = meet(place, timeout_s)
+    try:
+        watch = Watch(meeting, timeout_s, waits_silently=device_kind == "cuda")
+    except RuntimeError as error:
+        raise RankLost(f"the process that held the {place.num_processes} together ended as they met; start all of them again") from error
+    world = World(place.rank, place.num_processes, place.local_rank, place.num_local, watch, meeting)
+    mine = meeting.members[place.rank]
+    others = [member.address for member in meeting.members if member.machine != mine.machine]
+    if device_kind == "cpu" and (interface := interface_for_gloo(others, meeting.address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    watch.progress("connecting")
+    with told(world):
+        try:
+            torch.distributed.init_process_group(
+                "nccl" if device_kind == "cuda" else "gloo", store=meeting.store, rank=place.rank, world_size=place.num_processes,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else None,
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            raise watch.explain(error) or UserError(f"connecting {place.num_processes} processes failed: {first_line(error)}") from error
+    return world
+
+
+def close_world(world: World) -> None:
+    """Wait until all ranks are done, so that none is missed by another, and part."""
+    if world.num_processes == 1:
+        return
+    import torch
+
+    from llmc.distributed.rendezvous import everybody
+
+    world.progress("ending")
+    with told(world):
+        everybody(world.meeting, "done")
+    world.watch.close()
+    torch.distributed.destroy_process_group()
+
+
+def smallest(world: World, number: int) -> int:
+    """The smallest of all ranks' numbers: the same answer for all. With one process, its own."""
+    if world.num_processes == 1:
+        return number
+    import torch
+
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    said = torch.tensor([number], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN)
+    return said.item()
+
+
+def different_from_first(world: World, facts: dict) -> dict:
+    """Of this rank's facts, plain values by name, those that rank 0 has otherwise: name -> rank 0's."""
+    if world.num_processes == 1:
+        return {}
+    store = world.meeting.store
+    if world.rank == 0:
+        store.set("facts", json.dumps(facts))
+    return {name: value for name, value in json.loads(store.get("facts")).items() if value != facts[name]}
+
+
+@contextmanager
+def told(world: World):
+    """Tell the others why this rank ends, if it does inside, and learn from them why a collective failed."""
+    if world.num_processes == 1:
+        yield
+        return
+    try:
+        yield
+    except RankLost:
+        raise
+    except BaseException as error:
+        if lost := world.watch.explain(error):
+            raise lost from error
+        world.watch.leave(*last_words(error))
+        raise
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    """What an exception that ends a rank is to the others, and the exit code it leads to."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, SystemExit):
+        return "it ended early; see what it printed", 1
+    if isinstance(error, (UserError, NotEnoughMemory)):
+        return str(error), 2 if isinstance(error, UserError) else 3
+    return f"{type(error).__name__}: {error}", 2 if isinstance(error, ModuleNotFoundError) else 1

@@ -40,12 +40,12 @@ def launch_problem(device="cuda") -> str:
 def operations(kernels: str) -> SimpleNamespace:
     """The functions a model runs, by name: of torch, Triton's or numba's kernels; with their halves, see llmc.layers.in_halves."""
     if kernels == "numba":
-        from llmc.kernels_cpu.operations import numba_operations
+        from llmc.kernels_cpu.functions import numba_operations
 
         functions = numba_operations()
         return SimpleNamespace(**functions, **in_halves(functions))
     if kernels == "triton":
-        from llmc.kernels.operations import staged_operations, triton_operations
+        from llmc.kernels.functions import staged_operations, triton_operations
 
         return SimpleNamespace(**triton_operations(), **staged_operations(), **attention_operations())
     functions = torch_operations()

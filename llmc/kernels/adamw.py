@@ -12,8 +12,8 @@ import numpy as np
 
 from llmc.backend import copy_in
 from llmc.kernels import door
-from llmc.kernels.door import cdiv, fma, jit, load, round_by, rounding_noise, tl
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP
+from llmc.kernels.door import fma, jit, load, round_by, rounding_noise, tl
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, chunk_layout
 
 CHUNK, ELEMENTS = 8192, 1024  # of a program, and of its working set
 ALIGNMENT = 16  # elements: where every tensor and layer starts at a multiple of it, loads are as wide as they can be
@@ -30,11 +30,12 @@ def _adamw(
     program = tl.program_id(0)
     tensor = 0
     for i in tl.static_range(1, TENSORS):
-        tensor += (program >= tl.load(layout + 4 * i)).to(tl.int32)
-    chunk = program - tl.load(layout + 4 * tensor).to(tl.int32)
-    start = tl.multiple_of(tl.load(layout + 4 * tensor + 1), ALIGNMENT)
-    layer_elements = tl.multiple_of(tl.load(layout + 4 * tensor + 2), ALIGNMENT)
-    chunks = tl.load(layout + 4 * tensor + 3).to(tl.int32)
+        tensor += (program >= tl.load(layout + 5 * i)).to(tl.int32)
+    chunk = program - tl.load(layout + 5 * tensor).to(tl.int32)
+    start = tl.multiple_of(tl.load(layout + 5 * tensor + 1), ALIGNMENT)
+    layer_elements = tl.multiple_of(tl.load(layout + 5 * tensor + 2), ALIGNMENT)
+    chunks = tl.load(layout + 5 * tensor + 3).to(tl.int32)
+    whole_first = tl.load(layout + 5 * tensor + 4)
     layer = chunk // chunks
     first = (chunk - layer * chunks) * CHUNK
     layer_start = start + layer * layer_elements
@@ -50,7 +51,7 @@ def _adamw(
         k = first + done + tl.arange(0, ELEMENTS)
         mask = k < layer_elements
         at = layer_start + k
-        x = k.to(tl.uint32)
+        x = (whole_first + k).to(tl.uint32)
         column, row = x & 511, (x >> 9) * 512 + layer.to(tl.uint32)
 
         if MASTER == 1:
@@ -90,21 +91,22 @@ def _adamw(
 
 
 def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
-    """Copy what this step's update needs to the device; returns `tensors`.
+    """Copy what this step's update needs to the device; returns what launching needs, the same for the same tensors.
 
-    Scratch: update_layout (tensors, 4) int64, update_numbers (3 * tensors + 2,) int32.
+    Scratch: update_layout (tensors, 5) int64, update_numbers (3 * tensors + 2,) int32.
     """
+    layout, programs = chunk_layout(tensors, CHUNK)
     floats = [1 - lr * weight_decay * t.decay for t in tensors]
     floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
     seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
-    copy_in(scratch["update_layout"], _layout(tensors)[0])
+    copy_in(scratch["update_layout"], layout)
     copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
-    return tensors
+    return layout, programs
 
 
-def launch_adamw_update(flat, tensors, scratch, *, grad_norm):
-    """The update that was staged, of the same tensors. Scratch: as there, and grad_norm (1,) fp32."""
-    layout, programs = _layout(tensors)
+def launch_adamw_update(flat, staged, scratch, *, grad_norm):
+    """The update that was staged. Scratch: as there, and grad_norm (1,) fp32."""
+    layout, programs = staged
     if not hasattr(grad_norm, "data_ptr") or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
         scratch["grad_norm"].fill_(float(grad_norm))
     params = flat["parameters"]
@@ -114,20 +116,10 @@ def launch_adamw_update(flat, tensors, scratch, *, grad_norm):
     door.launch(
         _adamw, (programs,), params, flat["gradients"], flat["m"], flat["v"], flat.get("master", params), flat.get("master_bits", params),
         scratch["update_layout"], scratch["update_numbers"], scratch["grad_norm"], GRADIENT_CLIP,
-        TENSORS=len(tensors), MASTER=form, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
+        TENSORS=len(layout), MASTER=form, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
     )  # fmt: skip
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step)
-    launch_adamw_update(flat, tensors, scratch, grad_norm=grad_norm)
-
-
-def _layout(tensors):
-    """(for each tensor its first program, its first element, elements and programs of a layer; the number of programs)"""
-    layout, program = np.empty((len(tensors), 4), np.int64), 0
-    for i, t in enumerate(tensors):
-        elements = t.elements // t.layers
-        layout[i] = program, t.start, elements, cdiv(elements, CHUNK)
-        program += t.layers * cdiv(elements, CHUNK)
-    return layout, program
+    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step)
+    launch_adamw_update(flat, staged, scratch, grad_norm=grad_norm)

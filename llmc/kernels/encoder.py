@@ -95,12 +95,13 @@ def stage_encoder_backward(order, seed, scratch):
     """Copy the TokenOrder of a batch, and the seed of its rounding, to the device.
 
     There are as many groups as positions could have, those beyond the last token empty: what is launched does not depend on the batch.
+    With tensor parallelism the order is of some positions only.
     Scratch: token_order (n,) and token_groups (2, n + 1) int32, for n = B*T positions, and token_seed (1,) int32.
     """
-    n, m = len(order.positions), len(order.tokens)
-    groups = np.full((2, n + 1), n, np.int32)
+    n, ordered, m = scratch["token_order"].numel(), len(order.positions), len(order.tokens)
+    groups = np.full((2, n + 1), ordered, np.int32)
     groups[0, : m + 1], groups[1, :m] = order.starts, order.tokens
-    copy_in(scratch["token_order"], order.positions)
+    copy_in(scratch["token_order"], np.pad(order.positions, (0, n - ordered)))
     copy_in(scratch["token_groups"], groups)
     copy_in(scratch["token_seed"], np.array([seed], np.uint32).view(np.int32))
 

@@ -46,7 +46,7 @@ def compile_kernels(options) -> None:
 
     So the first step takes no longer than the others, and a compiler's memory is not taken for the model's.
     """
-    _rehearse(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1))
+    _rehearse(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, ranks=1, zero_stage=0, tensor_parallel=1))
 
 
 @cache

@@ -3,18 +3,14 @@
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, F1, array, exp_below_zero, from_order, helper, jit, larger, load, order_of, plus, prange, store
+from llmc.kernels_cpu.door import F0, F1, array, exp_below_zero, helper, jit, largest_of, load, plus, prange, store
 
-LEAST = np.int32(-(2**31))
 ROWS = 16  # of a piece that one thread takes
 
 
 @helper
 def _softmax_row(scores, at, seen, keys):
-    largest = LEAST
-    for i in range(at, at + seen):
-        largest = larger(largest, order_of(load(scores, i)))
-    highest, total = from_order(largest), F0
+    highest, total = largest_of(scores, at, seen), F0
     for i in range(at, at + seen):
         power = exp_below_zero(load(scores, i) - highest)
         store(scores, i, power)

@@ -23,7 +23,8 @@ from llmc.layers.rounding import PRIME_Y
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
-helper = njit(**OPTIONS)  # what kernels call; it becomes a part of them
+# what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
+helper = njit(**OPTIONS, forceinline=True)
 
 
 def jit(function):
@@ -282,3 +283,15 @@ def exp(d):
 def exp_below_zero(d):
     """exp(d) for d <= 0; nothing below -87, where it would soon be subnormal."""
     return select(d < LEAST_EXPONENT, F0, exp(d))
+
+
+LEAST = np.int32(-(2**31))
+
+
+@helper
+def largest_of(array, first, n):
+    """The largest of n numbers. A NaN counts as larger than any, or, with a sign, as smaller; a sum of differences from this will tell."""
+    largest = LEAST
+    for i in range(first, first + n):
+        largest = larger(largest, order_of(load(array, i)))
+    return from_order(largest)

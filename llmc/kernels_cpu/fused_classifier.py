@@ -6,19 +6,9 @@ A thread takes a row at a time: its maximum; its exponentials, which stay in the
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, array, exp_below_zero, from_order, helper, jit, larger, load, order_of, plus, prange, store
+from llmc.kernels_cpu.door import F0, array, exp_below_zero, helper, jit, largest_of, load, plus, prange, store
 
 BLOCK = 1024  # exponentials that are summed in fp32; the sums of blocks in fp64
-LEAST = np.int32(-(2**31))
-
-
-@helper
-def _largest(logits, first, V):
-    """A NaN counts as larger than any number, or, with a sign, as smaller; then the sum will tell."""
-    largest = LEAST
-    for i in range(first, first + V):
-        largest = larger(largest, order_of(load(logits, i)))
-    return from_order(largest)
 
 
 @helper
@@ -50,7 +40,7 @@ def _classify(logits, losses, targets, dloss, n, rows_each, parts, V, Vp):
         for row in range(np.int64(part) * rows_each, min((np.int64(part) + 1) * rows_each, n)):
             first, target = row * Vp, targets[row]
             target_logit = load(logits, first + target)
-            largest = _largest(logits, first, V)
+            largest = largest_of(logits, first, V)
             total = _exponentials(powers, logits, first, V, largest)
             losses[row] += np.float32(np.log(total) - (np.float64(target_logit) - np.float64(largest)))
             if dloss is not None:

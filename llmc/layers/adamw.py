@@ -11,6 +11,7 @@ rounded it give it back exactly; or missing, and then the widened weight takes i
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
@@ -30,6 +31,7 @@ class TensorState:
     decay: bool
     seed: int  # uint32, this step's
     last_seed: int = 0  # that of the step which rounded the weights there are
+    first: int = 0  # of a layer whose elements are shared out: which of them is the first here
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
@@ -103,41 +105,57 @@ def round_moments(m_out, v_out, m, v, noise, work, room):
     round_to_bf16(v_out.view(noise.shape), v.view(noise.shape), threshold, work)
 
 
+def chunk_layout(tensors, chunk: int):
+    """((tensors, 5) int64, chunks in all) for kernels that update `chunk` elements of a layer at a time.
+
+    Of each tensor its first chunk, its first element, the elements and chunks of a layer, and which element of the layer is the first.
+    """
+    layout, first = np.empty((len(tensors), 5), np.int64), 0
+    for i, t in enumerate(tensors):
+        elements = t.elements // t.layers
+        chunks = -(-elements // chunk)
+        layout[i] = first, t.start, elements, chunks, t.first
+        first += t.layers * chunks
+    return layout, first
+
+
 def pieces_of(t, scratch):
     """Pieces of one tensor: as large as the noise's room, or the whole where nothing is rounded."""
     if "noise" not in scratch:
         layer = t.elements // t.layers
-        return [RoundingPiece(t.start, 0, t.layers, 0, layer, layer)]
-    return rounding_pieces(t.start, t.layers, t.elements, scratch["noise"].numel())
+        return [RoundingPiece(t.start, 0, t.layers, 0, layer, layer, t.first)]
+    return rounding_pieces(t.start, t.layers, t.elements, scratch["noise"].numel(), t.first)
 
 
 class RoundingPiece:
     """Consecutive elements that are rounded together: whole layers first..last, or elements from `start` of one layer.
 
-    flat  where they lie in an arena in which the tensor begins at `tensor_start`
+    start  counts from the first element of the whole layer, of which the arena may hold a part, from `first` on
+    flat   where they lie in an arena in which the tensor begins at `tensor_start`
     """
 
     __slots__ = ("first_layer", "layers", "start", "length", "flat")
 
-    def __init__(self, tensor_start, first_layer, layers, start, length, layer_elements):
-        self.first_layer, self.layers, self.start, self.length = first_layer, layers, start, length
+    def __init__(self, tensor_start, first_layer, layers, start, length, layer_elements, first=0):
+        self.first_layer, self.layers, self.start, self.length = first_layer, layers, first + start, length
         begin = tensor_start + first_layer * layer_elements + start
         self.flat = slice(begin, begin + layers * length)
 
 
-def rounding_pieces(tensor_start, layers, n_elements, room):
-    """Cut a tensor of `layers` equal slices into pieces whose noise, padded to whole blocks, fits `room` elements."""
-    n = n_elements // layers
-    padded = -(-n // ROUNDING_BLOCK) * ROUNDING_BLOCK
+def rounding_pieces(tensor_start, layers, n_elements, room, first=0):
+    """Cut a tensor of `layers` equal slices into pieces whose noise, padded to whole blocks on both sides, fits `room` elements."""
+    n, before = n_elements // layers, first % ROUNDING_BLOCK
+    padded = -(-(before + n) // ROUNDING_BLOCK) * ROUNDING_BLOCK
     if padded <= room:
         together = room // padded
-        for first in range(0, layers, together):
-            yield RoundingPiece(tensor_start, first, min(together, layers - first), 0, n, n)
+        for layer in range(0, layers, together):
+            yield RoundingPiece(tensor_start, layer, min(together, layers - layer), 0, n, n, first)
     else:
         length = room // ROUNDING_BLOCK * ROUNDING_BLOCK
+        cuts = [0, *range(length - before, n, length), n]  # at whole blocks
         for layer in range(layers):
-            for start in range(0, n, length):
-                yield RoundingPiece(tensor_start, layer, 1, start, min(length, n - start), n)
+            for start, end in zip(cuts, cuts[1:]):
+                yield RoundingPiece(tensor_start, layer, 1, start, end - start, n, first)
 
 
 def piece_noise(piece, seed, scratch):
@@ -145,16 +163,16 @@ def piece_noise(piece, seed, scratch):
 
     Element k of layer l: x = k mod 512, y = (k div 512) * 512 + l.
     """
-    blocks = -(-piece.length // ROUNDING_BLOCK)
+    first_block, before = divmod(piece.start, ROUNDING_BLOCK)
+    blocks = -(-(before + piece.length) // ROUNDING_BLOCK)
     shape = (piece.layers, blocks, ROUNDING_BLOCK)
     noise, work = (scratch[k][: piece.layers * blocks * ROUNDING_BLOCK] for k in ("noise", "noise_work"))
     device = noise.device
     x = torch.arange(ROUNDING_BLOCK, dtype=torch.int32, device=device)
-    first_block = piece.start // ROUNDING_BLOCK
     block = torch.arange(first_block, first_block + blocks, dtype=torch.int32, device=device) * ROUNDING_BLOCK
     layer = torch.arange(piece.first_layer, piece.first_layer + piece.layers, dtype=torch.int32, device=device)
     noise_2d(noise.view(shape), work.view(shape), x, layer[:, None] + block, seed)
-    # the noise of a layer is padded to whole blocks; its tail has no element
-    noise = noise.view(piece.layers, -1)[:, : piece.length]
+    # the noise of a layer is whole blocks; what is before its first element, and behind its last, belongs to none here
+    noise = noise.view(piece.layers, -1)[:, before : before + piece.length]
     work = work[: piece.layers * piece.length].view(piece.layers, piece.length)
     return noise, work

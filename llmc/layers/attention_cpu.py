@@ -4,8 +4,6 @@ torch's own kernel takes up to twice as long in bf16, and returns memory of its 
 very operations of forward, so of forward it needs qkvr alone.
 """
 
-from contextlib import nullcontext
-
 import torch
 
 from llmc.backend import bf16_products
@@ -24,7 +22,7 @@ def attention_cpu_forward(atty, qkvr, NH, scratch, ops):
     Scores and probabilities are fp32, whatever the precision; where qkvr is bf16, so are the factors of products.
     """
     (outs,), packed = _by_head(atty, 1, NH), _by_head(qkvr, 3, NH)
-    with _products(qkvr):
+    with bf16_products(qkvr.dtype == torch.bfloat16):
         for part, rooms in _groups(packed, scratch):
             (q, k, v), out = map(_pack, rooms, (x[part] for x in packed)), rooms[3]
             for queries, end in _blocks(scratch, q.shape[1]):
@@ -45,7 +43,7 @@ def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, ops, *, accum
     gradients, (douts,), packed = _by_head(dqkvr, 3, NH), _by_head(datty, 1, NH), _by_head(qkvr, 3, NH)
     totals, sums = (s.view(3, NH, -1) for s in scratch["attention_sums"])
     totals.zero_()
-    with _products(qkvr):
+    with bf16_products(qkvr.dtype == torch.bfloat16):
         for part, rooms in _groups(packed, scratch):
             q, k, v, dout = map(_pack, rooms, (x[part] for x in (*packed, douts)))
             dq, dk, dv = rooms[4:]
@@ -80,11 +78,6 @@ def causal_softmax_inplace(scores, first, scratch):
 def causal_softmax_backward_inplace(grad, probabilities, first):
     """The gradient of probabilities (n, queries, keys) fp32 becomes that of the scores they were made of, zero for keys not seen."""
     aten._softmax_backward_data.out(grad, probabilities, 2, torch.float32, grad_input=grad)
-
-
-def _products(qkvr):
-    """How the matmuls inside multiply."""
-    return bf16_products() if qkvr.dtype == torch.bfloat16 else nullcontext()
 
 
 def _by_head(packed, n, NH):

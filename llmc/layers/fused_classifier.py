@@ -37,3 +37,44 @@ def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows
     if dloss is not None:
         logits[:, V:].zero_()
     losses.add_(row_sum.log_()).sub_(target_logit)
+
+
+def sliced_classifier_inplace(logits, targets, group, scratch, *, V, dloss, rows_at_once):
+    """The same, of logits whose columns several ranks have a slice of each; returns the losses (n,), in scratch, the same on all of them.
+
+    logits   (n, w)  this rank's columns; they become their gradient, or undefined, as above
+    targets  (n,)    int64, columns of this slice where 0 <= target < w, others elsewhere; destroyed
+    group    of these ranks: largest() and sum_whole() of a list of tensors
+    scratch  as above, (rows_at_once, w)
+    V        columns of the slice that are no padding; none where it is negative
+    """
+    n, V, in_fp32 = len(logits), max(0, V), logits.dtype == torch.float32
+    row_max, row_sum, target_logit = (s[:n] for s in scratch["classifier_stats"].view(3, -1))
+    here = (targets >= 0) & (targets < V)
+    index = targets.mul_(here)[:, None]
+    pieces = [slice(at, min(at + rows_at_once, n)) for at in range(0, n, rows_at_once)] if V else []
+
+    def widened(part):
+        x = logits[part, :V]
+        return x if in_fp32 else scratch["classifier_rows"][: part.stop - part.start, :V].copy_(x)
+
+    for s, start in ((row_max, float("-inf")), (row_sum, 0.0), (target_logit, 0.0)):
+        s.fill_(start)
+    for part in pieces:
+        torch.amax(widened(part), 1, out=row_max[part])
+    group.largest([row_max]).wait()
+    for part in pieces:
+        x = widened(part).sub_(row_max[part, None])
+        torch.gather(x, 1, index[part], out=target_logit[part, None])
+        torch.sum(x.exp_(), 1, out=row_sum[part])
+    target_logit.masked_fill_(here.logical_not(), 0.0)
+    group.sum_whole([row_sum, target_logit]).wait()
+    if dloss is not None:
+        for part in pieces:
+            x = widened(part) if in_fp32 else widened(part).sub_(row_max[part, None]).exp_()  # fp32 logits are powers already
+            x.mul_((dloss / row_sum[part])[:, None])
+            x.scatter_add_(1, index[part], (here[part] * -dloss)[:, None])  # one element a row: no order to depend on
+            if not in_fp32:
+                logits[part, :V].copy_(x)
+        logits[:, V:].zero_()
+    return row_sum.log_().sub_(target_logit)

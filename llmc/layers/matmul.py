@@ -4,8 +4,6 @@ On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradie
 at hand anyway: see gelu, attention and layernorm.
 """
 
-from contextlib import nullcontext
-
 import torch
 
 from llmc.backend import bf16_products
@@ -39,7 +37,7 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
     Cost 2*rows*C*OC FLOP.
     """
     widens = dout.dtype != dweight.dtype and dout.device.type == "cpu"
-    with bf16_products() if widens else nullcontext():
+    with bf16_products(widens):
         for dy, x in _operands(rows_of(dout), rows_of(inp), widens, widened):
             if dy.dtype == dweight.dtype:
                 torch.addmm(dweight, dy.t(), x, beta=float(accumulate), out=dweight)

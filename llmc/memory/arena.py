@@ -5,7 +5,7 @@ from math import prod
 import torch
 
 from llmc.memory.plan import Plan
-from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
+from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
                "int16": torch.int16}  # fmt: skip
@@ -14,6 +14,13 @@ TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
     """(n_bytes,) uint8, zeroed. Every page is touched, so what the plan says is resident from the start."""
     return torch.empty(n_bytes, dtype=torch.uint8, device=device).zero_()
+
+
+def pin(host: torch.Tensor) -> torch.Tensor:
+    """Lock host memory in place, so that a GPU reaches it directly. Torch's own allocator of such memory rounds up to a power of two."""
+    if host.nbytes:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)))
+    return host
 
 
 def cut(arena: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -27,10 +34,27 @@ def cut_activations(arena: torch.Tensor, plan: Plan) -> dict[str, torch.Tensor]:
     return {t.name: cut(arena, t.offset, t.shape, t.dtype) for t in plan.tensors.values()}
 
 
-def cut_parameters(flat: torch.Tensor, config) -> dict[str, torch.Tensor]:
-    """Name -> view of the 16 tensors in a flat (num_parameters,) tensor, packed in file order."""
+def cut_layer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
+    """Name -> view of one layer's tensors, in table order, in a flat tensor that holds them."""
+    return _cut(flat, {p.name: shape[1:] for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()) if p.per_layer})
+
+
+def cut_outer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
+    """Name -> view of the tensors of no layer; and, where there is room, of a bias (C,) of a layer's last projection."""
+    shapes = {p.name: shape for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()) if not p.per_layer}
+    if len(flat) > sum(map(prod, shapes.values())):
+        shapes["fcprojb"] = (config.channels,)
+    return _cut(flat, shapes)
+
+
+def cut_parameters(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
+    """Name -> view of the 16 tensors, or of one of so many parts of them, in a flat tensor, packed in file order."""
+    return _cut(flat, parameter_shapes(config, parts))
+
+
+def _cut(flat, shapes):
     views, start = {}, 0
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in shapes.items():
         views[name] = flat[start : start + prod(shape)].view(shape)
         start += prod(shape)
     return views

@@ -15,6 +15,7 @@ from llmc.memory.plan import MIB, Plan, PlanOptions
 # what a way to fit costs beside FLOPs, in percent of a step's time: rough, and only to put the ways in order
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
 MASTER_BITS_COST = 0.5  # the update makes each piece's noise twice
+WAITING_COST = 0.7  # for the disk, where a checkpoint is due
 BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
 
 
@@ -99,12 +100,14 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     masters = ["fp32", "bits16"] if bf16_weights and options.keeps_master else [options.master]
     states = ["fp32", "bf16"] if options.optimizer_state == "fp32" else ["bf16"]
     levels = [level for level in levels_of(options) if level >= options.recompute]
+    copies = [True, False] if options.async_checkpoint and options.device == "cpu" else [options.async_checkpoint]
     found = []
-    for (step, B), level, master, state in product(enumerate(halves), levels, masters, states):
-        changed = replace(options, B=B, recompute=level, master=master, optimizer_state=state)
+    for (step, B), level, master, state, copy in product(enumerate(halves), levels, masters, states, copies):
+        changed = replace(options, B=B, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy)
         total = Plan(changed).total_bytes
         if total <= budget_bytes:
-            found.append((_way(options, changed, total, total_sequences, step), (step, level, masters.index(master), states.index(state))))
+            place = (step, level, masters.index(master), states.index(state), copies.index(copy))
+            found.append((_way(options, changed, total, total_sequences, step), place))
     found.sort(key=lambda pair: (pair[0].cost, pair[0].total_bytes))
     chosen, spare = [], []
     for way, place in found:
@@ -132,6 +135,10 @@ def _way(options, changed, total, total_sequences, halvings) -> Way:
         flags.append("--master bits16")
         price.append("the same weights, a slightly longer update")
         cost += MASTER_BITS_COST
+    if changed.async_checkpoint != options.async_checkpoint:
+        flags.append("--async-checkpoint 0")
+        price.append("training waits while a checkpoint is written")
+        cost += WAITING_COST
     if changed.optimizer_state != options.optimizer_state:
         flags.append("--optimizer-state bf16")
         price.append("m and v are rounded")

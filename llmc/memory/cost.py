@@ -1,15 +1,20 @@
 """What a step costs on paper: floating-point operations of its matmuls, and bytes moved. From the same tables as the plan.
 
 A stage is taken to read what it reads once and to write what it writes once. That is the floor of a kernel that is one
-pass; caches can beat it where a tensor is small, and nothing else can.
+pass; caches can beat it where a tensor is small, and nothing else can. Of several ranks it is what one of them does, but for
+what their collectives read and write.
 """
 
 from dataclasses import dataclass, replace
 from math import prod
 
+from llmc.cards import Budget
 from llmc.memory.ladder import backward_schedule, segments
 from llmc.memory.plan import PlanOptions, head_chunk_rows, plan_sizes
-from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, STREAM, num_parameters, resolve
+from llmc.memory.tables import (
+    ALL_ROWS_OF, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, STREAM, SUMS_ROWS, resolve,
+)  # fmt: skip
+from llmc.mfu import PEAKS
 
 ACTIVATION = {a.name: a for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS, *STREAM)}
 PARAMETER = {p.name: p for p in PARAMETERS}
@@ -50,10 +55,12 @@ def extra_flops_percent(o: PlanOptions) -> float:
 def _stage(o, stage) -> tuple[int, int]:
     sizes = plan_sizes(o)
     types = {"act": o.precision}
+    of_all_parts = (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
     n_bytes = 0
     for name in (*stage.reads, *stage.writes):
         a = ACTIVATION[name]
-        n_bytes += prod(resolve(a.shape, sizes)) * DTYPE_BYTES[types.get(a.dtype, a.dtype)]
+        parts = o.tensor_parallel if name in of_all_parts else 1
+        n_bytes += parts * prod(resolve(a.shape, sizes)) * DTYPE_BYTES[types.get(a.dtype, a.dtype)]
     for name in stage.weights:
         n_bytes += prod(resolve(PARAMETER[name].shape, sizes)[1:]) * DTYPE_BYTES[o.precision]
     for name in stage.grads:  # read and written: micro-steps add up
@@ -65,16 +72,49 @@ def _head(o) -> tuple[int, int]:
     """Embedding, last layernorm and classifier, both ways. Logits are written, read and written as their gradient, and read twice."""
     sizes = plan_sizes(o)
     element, grad = DTYPE_BYTES[o.precision], DTYPE_BYTES[o.gradients]
-    rows, C, Vp = o.B * o.T, o.config.channels, o.config.padded_vocab_size
+    rows, C, w = o.B * o.T, o.config.channels, sizes["w"]
+    own_rows = rows // o.tensor_parallel
     chunks = -(-rows // head_chunk_rows(o))
-    logits = 5 * rows * Vp * element
-    weight = chunks * (2 * element + 2 * grad) * Vp * C
-    stream = (2 + 3 * LAYERNORM_PASSES + 4) * rows * C * element  # encoder both ways, lnf both ways, lnf as the head's operand
-    return prod(resolve("6 B T Vp C", sizes)), logits + weight + stream
+    logits = 5 * rows * w * element
+    weight = chunks * (2 * element + 2 * grad) * w * C
+    # encoder both ways, of all rows; lnf both ways; lnf as the head's operand, of all rows
+    stream = (2 * rows + 3 * LAYERNORM_PASSES * own_rows + 4 * rows) * C * element
+    return prod(resolve("6 B T w C", sizes)), logits + weight + stream
 
 
 def _update_bytes(o) -> int:
-    """Gradient read for the norm and for the update; weights, m, v and the master read and written, each in its own type."""
-    n = num_parameters(o.config)
+    """Gradient read for the norm and for the update; weights, m, v and the master read and written, each in its own type.
+
+    Of several ranks each takes the norm of its share where there are shares, and updates its share from ZeRO stage 1 on.
+    """
+    normed, updated = o.num_parameters // (o.ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
     kept = 2 * DTYPE_BYTES[o.optimizer_state] + DTYPE_BYTES[o.precision] + 4 * o.keeps_master + 2 * o.keeps_bits
-    return n * (2 * DTYPE_BYTES[o.gradients] + 2 * kept)
+    return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * 2 * kept
+
+
+# ----------------------------------------------------------------------------
+# time
+
+
+def peak_flops(o: PlanOptions, budget: Budget | None) -> float | None:
+    """FLOP/s of the card, its dense peak; None without a card whose rates are known, and for a plan on a CPU."""
+    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
+    return peak * 1e12 if peak else None
+
+
+def ridge(o: PlanOptions, budget: Budget | None) -> float | None:
+    """FLOPs that a card can do while it moves a byte; None where its peak is."""
+    peak = peak_flops(o, budget)
+    return peak / (budget.card.bandwidth_gb_s * 1e9) if peak else None
+
+
+def least_ms(cost, o: PlanOptions, budget: Budget | None) -> float | None:
+    """Time of a step's computing at the card's peak, or of the bytes it moves where those take longer; None where the peak is."""
+    peak = peak_flops(o, budget)
+    return 1e3 * max(cost.flops / peak, cost.bytes / (budget.card.bandwidth_gb_s * 1e9)) if peak else None
+
+
+def bound(cost, o: PlanOptions, budget: Budget | None) -> str | None:
+    """What sets the time of a step on a card: "compute" or "memory"."""
+    limit = ridge(o, budget)
+    return None if limit is None else "compute" if cost.intensity >= limit else "memory"

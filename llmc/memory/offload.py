@@ -6,6 +6,7 @@ its own while the next block computes; backward fetches it two blocks ahead of i
 
 import torch
 
+from llmc.memory.arena import pin
 from llmc.memory.plan import OFFLOAD_SLOTS, Plan
 
 
@@ -34,10 +35,9 @@ class OffloadedResiduals:
         self.last = plan.options.config.num_layers - 1
         on_gpu = slots.device.type == "cuda"
         self.host = torch.empty((plan.offloaded_layers, *slots.shape[1:]), dtype=slots.dtype)
-        assert self.host.nbytes == plan.host_bytes
-        if on_gpu and plan.host_bytes:
-            # pinned in place: torch's own allocator of pinned memory rounds up to a power of two
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.host.nbytes, 0)))
+        assert self.host.nbytes == plan.residual_bytes
+        if on_gpu:
+            pin(self.host)
         self.stream = torch.cuda.Stream(slots.device) if on_gpu else None
         self.copied = [torch.cuda.Event() for _ in slots] if on_gpu else None
 

@@ -11,8 +11,9 @@ from math import prod
 
 from llmc.config import ModelConfig
 from llmc.memory.ladder import again_stages, backward_schedule, kept_names, segments, transient_lifetimes
+from llmc.memory.layout import divides
 from llmc.memory.tables import (
-    BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, num_parameters, resolve, sizes_of,
+    BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, num_parameters, parameter_shapes, resolve, sizes_of,
 )  # fmt: skip
 
 MIB = 1024 * 1024
@@ -24,6 +25,11 @@ MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
 HEAD_GROUP = 4  # chunks whose bf16 weight gradients are added up in bf16; groups are added up in fp32
+SHARDED_FROM = {"parameters": 3, "gradients": 2, "m": 1, "v": 1, "master": 1, "master_bits": 1}  # arena -> ZeRO stage
+# that ranks tell each other every step: loss, norms of their gradient and of what all parts have of it, whether to stop, checkpoints
+# written
+RANK_NUMBERS = 5
+LAYER_SLOTS = 2  # whole layers of sharded weights, and of gradients: one in use, one on its way
 OFFLOAD_SLOTS = 3  # residuals on the device with --offload-residual: one in use, one on its way in, one on its way out
 
 
@@ -70,7 +76,13 @@ class PlanOptions:
     attention: str = ""  # cpu | flash | cudnn | efficient; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
+    ranks: int = 1  # that train on data of their own
+    zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
+    tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
+    keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
     processors: int = 132  # of the card, an H100's: flash attention allocates by them
+    async_checkpoint: bool = False  # checkpoints are written beside training, from a copy in host memory
+    rank: int = 0  # whose plan it is. Only that copy depends on it: the first rank's is the largest, so all choose by that
 
     @property
     def kernel_set(self) -> str:
@@ -102,6 +114,30 @@ class PlanOptions:
         """Whether the master exists as a bf16 weight and the 16 bits it lacks."""
         return self.master == "bits16" and self.precision != "fp32"
 
+    def ranks_of(self, arena: str) -> int:
+        """Over how many ranks an arena of one number for each parameter is shared out."""
+        return self.ranks if self.zero_stage >= SHARDED_FROM[arena] else 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether several ranks sum up the gradient in equal shares; else, at stage 0, as a whole."""
+        return self.ranks > 1 and divides(self.config, self.ranks, self.tensor_parallel)
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.ranks * self.tensor_parallel
+
+    @property
+    def num_parameters(self) -> int:
+        """Of this rank's part of the model."""
+        return num_parameters(self.config, self.tensor_parallel)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether ln1 and ln2 of all parts are kept for backward, where a part's own would be."""
+        return self.keep_gathered and self.tensor_parallel > 1
+
     @property
     def rounds(self) -> bool:
         """Whether the update rounds anything to bf16, and so needs noise."""
@@ -131,7 +167,7 @@ class Plan:
     tensors      name -> PlannedTensor, the activation arena's contents
     schedule     the stages of a block's backward pass
     segments     which blocks run forward again before backward, and where each residual3 lies
-    host_bytes   pinned host memory of --offload-residual, beside the total
+    host_bytes   pinned host memory beside the total: of --offload-residual, and on CUDA of --async-checkpoint
     """
 
     def __init__(self, options: PlanOptions):
@@ -143,8 +179,8 @@ class Plan:
 
     @cached_property
     def arenas(self) -> dict[str, int]:
-        n = num_parameters(self.options.config)
-        sizes = {purpose: n * DTYPE_BYTES[dtype] for purpose, dtype in self.flat_types.items()}
+        o, n = self.options, self.options.num_parameters
+        sizes = {arena: n // o.ranks_of(arena) * DTYPE_BYTES[dtype] for arena, dtype in self.flat_types.items()}
         first = {purpose: sizes.pop(purpose) for purpose in ("parameters", "gradients")}
         return first | {"activations": _extent(self.tensors.values())} | sizes
 
@@ -157,8 +193,8 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Everything allocated by us, and what library calls allocate meanwhile."""
-        return sum(self.arenas.values()) + self.library_bytes
+        """Everything allocated by us on the device, and what library calls allocate meanwhile."""
+        return sum(self.arenas.values()) + self.library_bytes + (self.checkpoint_bytes if self.options.device == "cpu" else 0)
 
     @property
     def kept_bytes(self) -> int:
@@ -167,26 +203,49 @@ class Plan:
 
     @property
     def columns(self) -> dict[str, int]:
-        """The total, part by part: parameters, gradients, optimizer, kept, shared, head, scratch, library.
+        """The total, part by part: parameters, gradients, optimizer, kept, shared, head, scratch, library; of several ranks gathered too,
+        and on a CPU the checkpoint that is written beside training.
 
-        The parts of the activation arena take turns in the same bytes. Each byte counts for the first of kept, shared, head
+        The parts of the activation arena take turns in the same bytes. Each byte counts for the first of kept, shared, head, gathered
         and scratch that ever uses it, gaps for scratch, so the parts add up to what is allocated.
         """
         a = self.arenas
         optimizer = sum(n_bytes for name, n_bytes in a.items() if name not in ("parameters", "gradients", "activations"))
         columns = {"parameters": a["parameters"], "gradients": a["gradients"], "optimizer": optimizer}
         ranges, covered = [], 0
-        for part, purposes in ARENA_PARTS.items():
+        for part, purposes in arena_parts(self.options).items():
             ranges += [(t.offset, t.offset + t.nbytes) for t in self.tensors.values() if t.purpose in purposes]
             so_far = a["activations"] if part == "scratch" else _covered(ranges)
             columns[part], covered = so_far - covered, so_far
-        return columns | {"library": self.library_bytes}
+        copied = {"checkpoint": self.checkpoint_bytes} if self.options.async_checkpoint and self.options.device == "cpu" else {}
+        return columns | {"library": self.library_bytes} | copied
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory: the residuals of all layers that do not stay on the device."""
+        """Pinned host memory, beside the total."""
+        return self.residual_bytes + (self.checkpoint_bytes if self.options.device == "cuda" else 0)
+
+    @property
+    def checkpoint_tensors(self) -> dict[str, tuple[int, str]]:
+        """Name -> elements and type of what --async-checkpoint copies, in order: the weights, which rank 0 writes, then this rank's m, v
+        and master, in fp32 as in their file."""
+        o, n = self.options, num_parameters(self.options.config)
+        if not o.async_checkpoint or o.rank % o.tensor_parallel:  # of several parts the first writes
+            return {}
+        state = ("m", "v") if o.master == "none" else ("m", "v", "master")
+        weights = {"parameters": (n, o.precision)} if o.rank == 0 else {}
+        return weights | {name: (n // o.ranks_of("m"), "fp32") for name in state}
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Host memory of --async-checkpoint."""
+        return sum(elements * DTYPE_BYTES[dtype] for elements, dtype in self.checkpoint_tensors.values())
+
+    @property
+    def residual_bytes(self) -> int:
+        """Host memory of --offload-residual: the residuals of all layers that do not stay on the device."""
         o = self.options
-        return self.offloaded_layers * o.B * o.T * o.config.channels * DTYPE_BYTES[o.precision]
+        return self.offloaded_layers * o.B * o.T // o.tensor_parallel * o.config.channels * DTYPE_BYTES[o.precision]
 
     @property
     def offloaded_layers(self) -> int:
@@ -203,13 +262,14 @@ class Plan:
         o = self.options
         if o.attention_kind == "cpu":
             return 0
-        BTC = o.B * o.T * o.config.channels
-        gradients = 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * o.config.num_heads
+        heads = o.config.num_heads // o.tensor_parallel
+        BTC = o.B * o.T * o.config.channels // o.tensor_parallel
+        gradients = 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * heads
         if o.attention_kind == "cudnn":
             gradients += 4 * BTC  # dq summed in fp32; a guess, as its workspace is not documented
         if o.attention_kind == "flash":
             # it sums dq in fp32, deterministically in one copy for every part of the card that works on a head
-            copies = -(-o.processors // (o.B * o.config.num_heads))
+            copies = -(-o.processors // (o.B * heads))
             gradients += 4 * BTC * copies
         return gradients
 
@@ -236,12 +296,19 @@ class Plan:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        beyond = range(low + 1, max(low + 9, self.options.processors // self.options.config.num_heads + 2))
+        heads = self.options.config.num_heads // self.options.tensor_parallel
+        beyond = range(low + 1, max(low + 9, self.options.processors // heads + 2))
         return max((B for B in beyond if fits(B)), default=low)
 
 
-# columns of the plan's table -> purposes of tensors
-ARENA_PARTS = {"kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "scratch": ("scratch", "sample")}
+ARENA_PARTS = {
+    "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "gathered": ("gathered",), "scratch": ("scratch", "sample"),
+}  # fmt: skip
+
+
+def arena_parts(o: PlanOptions) -> dict[str, tuple[str, ...]]:
+    """Columns of the plan's table that the activation arena is made of -> purposes of tensors."""
+    return {part: purposes for part, purposes in ARENA_PARTS.items() if part != "gathered" or o.world > 1}
 
 
 def _covered(ranges) -> int:
@@ -269,10 +336,15 @@ def _residual_slots(o: PlanOptions) -> tuple[int, ...]:
 
 
 def head_chunk_rows(options: PlanOptions) -> int:
-    """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch."""
-    rows = TUNING[options.device].head_bytes // (options.config.padded_vocab_size * DTYPE_BYTES[options.precision])
+    """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch.
+
+    With tensor parallelism as many of each part's, at least one.
+    """
+    parts = options.tensor_parallel
+    rows = TUNING[options.device].head_bytes // (options.config.padded_vocab_size // parts * DTYPE_BYTES[options.precision])
     automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # a matmul likes whole tiles
-    return min(options.head_chunk or automatic, options.B * options.T)
+    rows = min(options.head_chunk or automatic, options.B * options.T)
+    return max(1, rows // parts) * parts
 
 
 def head_sums(options: PlanOptions) -> bool:
@@ -282,7 +354,13 @@ def head_sums(options: PlanOptions) -> bool:
 
 def classifier_rows(options: PlanOptions) -> int:
     """Rows of logits the classifier works on at once."""
-    return max(1, min(head_chunk_rows(options), TUNING[options.device].classifier_elements // options.config.padded_vocab_size))
+    return max(
+        1,
+        min(
+            head_chunk_rows(options),
+            TUNING[options.device].classifier_elements * options.tensor_parallel // options.config.padded_vocab_size,
+        ),
+    )
 
 
 def widens(options: PlanOptions) -> bool:
@@ -293,7 +371,7 @@ def widens(options: PlanOptions) -> bool:
 def update_room(options: PlanOptions) -> int:
     """Elements that the update handles at a time: at least one whole tensor of a layer that is smaller than a block."""
     C, Vp = options.config.channels, options.config.padded_vocab_size
-    biggest = max(Vp * C, 4 * C * C)
+    biggest = max(Vp * C, 4 * C * C) // options.tensor_parallel
     at_once = CHECKPOINT_ELEMENTS if options.fused else TUNING[options.device].update_elements
     room = min(at_once, -(-biggest // ROUNDING_BLOCK) * ROUNDING_BLOCK)
     return max(room, -(-4 * C // ROUNDING_BLOCK) * ROUNDING_BLOCK)
@@ -306,7 +384,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
-    return sizes_of(o.config, o.B, o.T) | {
+    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | {
         "Tp": -(-o.T // lse_multiple) * lse_multiple,
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
@@ -329,7 +407,7 @@ def attention_queries(o: PlanOptions) -> int:
 def attention_heads(o: PlanOptions) -> int:
     """Heads that it works on at once: those of some whole sequences, or an even part of one's."""
     heads = max(1, TUNING[o.device].score_elements // (attention_queries(o) * o.T))
-    NH = o.config.num_heads
+    NH = o.config.num_heads // o.tensor_parallel
     if heads >= NH:
         return min(o.B, heads // NH) * NH
     return -(-NH // -(-NH // heads))
@@ -341,14 +419,15 @@ STEP = ("encoder", "encoder_backward")
 def _activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
     sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients}
-    for name, purpose, shape, dtype, *spans in (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_update_rows(o), *_sample_rows(o)):
+    rows = (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_rank_rows(o), *_update_rows(o), *_sample_rows(o))
+    for name, purpose, shape, dtype, *spans in rows:
         yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
 
 
 def _block_rows(o: PlanOptions):
     """(name, purpose, shape, dtype, *spans): what the blocks read and write, and what goes into the first."""
     yield "inputs", "scratch", "B T", "int64", STEP
-    yield "encoded", "kept", "B T C", "act", STEP
+    yield "encoded", "kept", "B s C", "act", STEP
     kept = kept_names(o.recompute)
     lifetimes = transient_lifetimes(o.recompute, o.gelu_fusion)
     for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
@@ -357,10 +436,11 @@ def _block_rows(o: PlanOptions):
         elif a.name == "lse" and o.attention_kind == "cpu":
             continue  # it takes the softmax again
         elif a.name in kept:
-            yield a.name, "kept", "L " + a.shape, a.dtype, STEP
+            whole = o.keeps_gathered and a.name in ("ln1", "ln2")
+            yield a.name, "kept", "L B T C" if whole else "L " + a.shape, a.dtype, STEP
         else:
             yield a.name, "gradient" if a in BLOCK_GRADIENTS else "shared", a.shape, a.dtype, *lifetimes[a.name]
-    yield "dresidual", "gradient", "B T C", "act", ("lnf_backward", "encoder_backward")
+    yield "dresidual", "gradient", "B s C", "act", ("lnf_backward", "encoder_backward")
 
 
 def _head_rows(o: PlanOptions):
@@ -369,19 +449,29 @@ def _head_rows(o: PlanOptions):
     yield "targets", "scratch", "B T", "int64", ("encoder", "head")
     yield "losses", "scratch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
     last_norm = ("fcproj", "lnf_backward")  # it is one pass with the last block's last addition
-    yield "lnf", "head", "B T C", "act", last_norm
-    yield "lnf_mean", "head", "B T", "fp32", last_norm
-    yield "lnf_rstd", "head", "B T", "fp32", last_norm
-    yield "logits", "head", "R Vp", "act", head, ("sample", "sample")
-    if not o.fused:
+    yield "lnf", "head", "B s C", "act", last_norm
+    yield "lnf_mean", "head", "B s", "fp32", last_norm
+    yield "lnf_rstd", "head", "B s", "fp32", last_norm
+    yield "logits", "head", "R w", "act", head, ("sample", "sample")
+    if o.tensor_parallel > 1:
+        yield "head_rows", "gathered", "R C", "act", head
+        yield "head_targets", "gathered", "R", "int64", head
+        yield "all_logits", "gathered", "1 Vp", "act", ("sample", "sample")
+    if not o.fused or o.tensor_parallel > 1:
         if o.precision != "fp32":
-            yield "classifier_rows", "head", "Rc Vp", "fp32", head
+            yield "classifier_rows", "head", "Rc w", "fp32", head
         yield "classifier_stats", "head", "3 R", "fp32", head
     if head_sums(o):
-        yield "dwte_sum", "head", "Vp C", "fp32", head
-        yield "dwte_group", "head", "Vp C", "bf16", head
+        yield "dwte_sum", "head", "w C", "fp32", head
+        yield "dwte_group", "head", "w C", "bf16", head
     if widens(o):
-        yield "head_widened", "head", str(head_chunk_rows(o) * (o.config.padded_vocab_size + o.config.channels)), "fp32", head
+        yield (
+            "head_widened",
+            "head",
+            str(head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels)),
+            "fp32",
+            head,
+        )
 
 
 def _working_rows(o: PlanOptions):
@@ -393,7 +483,7 @@ def _working_rows(o: PlanOptions):
         stages = (s for s in _stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
         spans = [(s, s) for s in stages]
         mask = () if o.kernel_set == "numba" else (("mask", "Q Q"),)
-        for name, shape in (("rows", "7 Ha T HS"), ("scores", "2 Ha Q T"), ("sums", "2 3C"), *mask):
+        for name, shape in (("rows", "7 Ha T HS"), ("scores", "2 Ha Q T"), ("sums", "2 3k"), *mask):
             yield f"attention_{name}", "scratch", shape, "fp32", *spans
     if o.gelu_fusion:
         yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
@@ -415,10 +505,58 @@ def _working_rows(o: PlanOptions):
         yield "encoder_gathered", "scratch", "B T C", "act", encoder
 
 
+def _rank_rows(o: PlanOptions):
+    """With several ranks: layers of what is sharded, whole, and shares of what is not, packed like those that are.
+
+    With tensor parallelism: the stream of all parts, wherever a matmul needs it, in one place; and a layer's tensor, for a checkpoint.
+    """
+    if o.world == 1:
+        return
+    update = ("update", "update")
+    yield "rank_numbers", "scratch", f"{o.world} {RANK_NUMBERS}", "fp32", update
+    if o.tensor_parallel > 1:
+        yield "stream", "gathered", "B T C", "act", STEP
+        yield "own_inputs", "gathered", "B T", "int64", ("encoder", "encoder")
+        biggest = 4 * o.config.channels**2
+        yield "whole_tensor", "gathered", str(biggest), "fp32", update
+        yield "part_tensor", "gathered", str(biggest // o.tensor_parallel), "fp32", update
+    if o.ranks == 1:
+        return
+    layer, outer = layer_elements(o), outer_elements(o)
+    if o.zero_stage >= 3:
+        yield "layer_weights", "gathered", f"{LAYER_SLOTS} {layer}", "act", STEP, ("sample", "sample")
+        yield "outer_weights", "gathered", str(outer), "act", ("encoder", "lnf_backward"), ("sample", "sample")
+    if o.zero_stage >= 2:
+        yield "layer_gradients", "gathered", f"{LAYER_SLOTS} {layer}", "grad", ("lnf_backward", "encoder_backward")
+        # with the bias whose gradient the last layernorm takes
+        yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
+    share = str(o.num_parameters // o.ranks)
+    if o.zero_stage < 2 and o.shares:
+        yield "gradient_share", "gathered", share, "grad", update
+    if 1 <= o.zero_stage < 3:
+        yield "parameter_share", "gathered", share, "act", update
+
+
+def weight_slot(key):
+    """Where a group of sharded weights is gathered: the layers take turns in slots."""
+    return key if key == "outer" else key % LAYER_SLOTS
+
+
+def layer_elements(o: PlanOptions) -> int:
+    """Elements of one layer's tensors."""
+    shapes = parameter_shapes(o.config, o.tensor_parallel)
+    return sum(prod(shapes[p.name][1:]) for p in PARAMETERS if p.per_layer)
+
+
+def outer_elements(o: PlanOptions) -> int:
+    """Elements of the tensors that belong to no layer."""
+    return o.num_parameters - o.config.num_layers * layer_elements(o)
+
+
 def _update_rows(o: PlanOptions):
     """The global norm, and pieces of what is kept in bf16, widened; fused, the pieces are a checkpoint's alone."""
     update = ("update", "update")
-    norm_work = min(TUNING[o.device].update_elements, num_parameters(o.config))
+    norm_work = min(TUNING[o.device].update_elements, o.num_parameters)
     if o.rounds:
         yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
         yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
@@ -431,7 +569,7 @@ def _update_rows(o: PlanOptions):
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
     if o.kernel_set == "triton":
-        yield "update_layout", "scratch", "16 4", "int64", update
+        yield "update_layout", "scratch", "16 5", "int64", update
         yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
     if o.fused:
         return
@@ -445,8 +583,8 @@ def _update_rows(o: PlanOptions):
 def _sample_rows(o: PlanOptions):
     """One row through the model, and the keys and values of the positions before it."""
     sample = ("sample", "sample")
-    yield "kv_cache", "sample", "L 2 G C", "act", sample
-    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3C"), ("atty", "C"), ("fch", "4C")):
+    yield "kv_cache", "sample", "L 2 G k", "act", sample
+    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3k"), ("atty", "k"), ("fch", "4k")):
         yield f"sample_{name}", "sample", "1 " + shape, "act", sample
     yield "sample_stats", "sample", "2 1", "fp32", sample
     if not o.fused:
@@ -455,7 +593,7 @@ def _sample_rows(o: PlanOptions):
 
 def norm_partials(o: PlanOptions) -> int:
     """Partial sums of the global norm: one per piece, summed in order."""
-    return -(-num_parameters(o.config) // TUNING[o.device].update_elements)
+    return -(-o.num_parameters // TUNING[o.device].update_elements)
 
 
 def _aligned(n_bytes: int) -> int:

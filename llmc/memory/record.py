@@ -35,6 +35,7 @@ class MemoryRecord:
                 "total_bytes": plan.total_bytes,
                 "bytes_per_sequence": plan.bytes_per_sequence,
                 "host_bytes": plan.host_bytes,
+                "checkpoint_bytes": plan.checkpoint_bytes,
                 "arenas": plan.arenas,
                 "columns": plan.columns,
                 "tensors": tensor_rows(plan),

@@ -6,21 +6,27 @@ from math import prod
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import levels_of, ways_to_fit
-from llmc.memory.cost import extra_flops_percent, step_cost
+from llmc.memory.cost import bound, extra_flops_percent, least_ms, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import ARENA_PARTS, MIB, Plan, PlanOptions
-from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
-from llmc.mfu import PEAKS
+from llmc.memory.layout import flat_layout
+from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.tables import DTYPE_BYTES
+from llmc.memory.traffic import Network
+from llmc.memory.traffic_report import traffic_columns, traffic_lines
 
 PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations", "m": "AdamW optimizer state m",
                  "v": "AdamW optimizer state v", "master": "master copy of params",
                  "master_bits": "master copy of params (the 16 bits that bf16 lacks)"}  # fmt: skip
-COLUMNS = ("parameters", "gradients", "optimizer", *ARENA_PARTS, "library")  # of Plan.columns
-LEGEND = """kept     activations kept from forward to backward, all layers
-shared   activations and their gradients that all layers take turns in, on top of it
-head     logits and what the classifier needs, on top of that
-scratch  working room of layers, update and sampling, on top of that
-library  what attention returns in memory of its own, freed at once"""
+COLUMNS = ("parameters", "gradients", "optimizer", "kept", "shared", "head", "scratch", "library")  # of Plan.columns, with one rank
+LEGEND = {
+    "kept": "activations kept from forward to backward, all layers",
+    "shared": "activations and their gradients that all layers take turns in, on top of it",
+    "head": "logits and what the classifier needs, on top of that",
+    "gathered": "whole layers of what this rank holds a share of, and shares of what it holds whole, on top of that",
+    "scratch": "working room of layers, update and sampling, on top of that",
+    "library": "what attention returns in memory of its own, freed at once",
+    "checkpoint": "the copy from which a checkpoint is written beside training",
+}
 
 
 def allocation_lines(plan: Plan) -> list[str]:
@@ -31,7 +37,10 @@ def allocation_lines(plan: Plan) -> list[str]:
         if purpose != "parameters"
     ]
     if plan.options.offload_residual:
-        lines.append(f"allocating {plan.host_bytes // MIB} MiB of pinned host memory for residuals")
+        lines.append(f"allocating {plan.residual_bytes // MIB} MiB of pinned host memory for residuals")
+    if plan.options.async_checkpoint:
+        pinned = "pinned " if plan.options.device == "cuda" else ""
+        lines.append(f"allocating {plan.checkpoint_bytes // MIB} MiB of {pinned}host memory for checkpoints")
     return lines
 
 
@@ -44,7 +53,7 @@ def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) 
     ]
 
 
-def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None) -> list[dict]:
+def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> list[dict]:
     """One dict per recompute level: the numbers of --plan, as --plan --json prints them. MiB are floats; unknown is None."""
     rows = []
     for level in levels_of(options):
@@ -56,6 +65,7 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             **{f"{name}_mib": n_bytes / MIB for name, n_bytes in plan.columns.items()},
             "total_mib": plan.total_bytes / MIB,
             "host_mib": plan.host_bytes / MIB,
+            "checkpoint_mib": plan.checkpoint_bytes / MIB,
             "activation_mib_per_sequence": plan.arenas["activations"] / o.B / MIB,
             "largest_batch": plan.largest_batch(budget.bytes) if budget else None,
             "extra_flops_percent": extra_flops_percent(o),
@@ -63,20 +73,10 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             "bytes_per_step": cost.bytes,
             "flops_per_byte": cost.intensity,
             "bound": bound(cost, o, budget),
+            "compute_ms": least_ms(cost, o, budget),
+            **traffic_columns(o, grad_accum_steps, network),
         })  # fmt: skip
     return rows
-
-
-def ridge(o: PlanOptions, budget: Budget | None) -> float | None:
-    """FLOPs that a card can do while it moves a byte; None without a card whose rates are known, and for a plan on a CPU."""
-    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
-    return peak * 1e12 / (budget.card.bandwidth_gb_s * 1e9) if peak else None
-
-
-def bound(cost, o: PlanOptions, budget: Budget | None) -> str | None:
-    """What sets the time of a step on a card: "compute" or "memory"."""
-    limit = ridge(o, budget)
-    return None if limit is None else "compute" if cost.intensity >= limit else "memory"
 
 
 def describe(o: PlanOptions) -> str:
@@ -91,18 +91,25 @@ def describe(o: PlanOptions) -> str:
         forms.append(f"gradients in {o.gradients}")
     if o.offload_residual:
         forms.append("residuals in host memory")
+    if o.async_checkpoint:
+        forms.append("checkpoints written beside training")
+    if o.world > 1:
+        forms.append(f"one of {o.world} ranks, ZeRO stage {o.zero_stage}")
+    if o.tensor_parallel > 1:
+        forms.append(f"tensor parallel in {o.tensor_parallel} parts")
     return f"L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, B={o.B} T={o.T}, {', '.join(forms)}"
 
 
-def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None) -> str:
-    """One line per recompute level, MiB per purpose; the level asked for is marked."""
-    heads = ("-r", *COLUMNS, "total", "MiB/seq", "largest -b", "+FLOPs", "FLOP/B", "not kept")
+def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> str:
+    """One line per recompute level, MiB per purpose; the level asked for is marked. Of several ranks also what one of them sends."""
+    columns = tuple(Plan(options).columns)
+    heads = ("-r", *columns, "total", "MiB/seq", "largest -b", "+FLOPs", "FLOP/B", "not kept")
     rows, before = [], ()
-    all_levels = level_rows(options, grad_accum_steps, budget)
+    all_levels = level_rows(options, grad_accum_steps, budget, network)
     for row in all_levels:
         level = row["recompute"]
         mark = "*" if level == options.recompute else ""
-        mib = [f"{row[name + '_mib']:.1f}" for name in (*COLUMNS, "total")] + [f"{row['activation_mib_per_sequence']:.1f}"]
+        mib = [f"{row[name + '_mib']:.1f}" for name in (*columns, "total")] + [f"{row['activation_mib_per_sequence']:.1f}"]
         largest = "-" if row["largest_batch"] is None else str(row["largest_batch"])
         more = ", ".join(name for name in NOT_KEPT[level] if name not in before)
         text = ("+ " if before else "") + more if more else "nothing: all is kept"
@@ -111,7 +118,16 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row[:-1], widths)) + "  " + row[-1] for row in (heads, *rows)]
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
-    return "\n".join([f"memory plan in MiB: {describe(options)}", "", *lines, "", LEGEND, "", *_footer(options, asked, budget)])
+    sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network else []
+    title = f"memory plan in MiB: {describe(options)}"
+    return "\n".join([title, "", *lines, "", *legend(options), "", *_footer(options, asked, budget), *sent])
+
+
+def legend(options: PlanOptions) -> list[str]:
+    """What the columns of the plan's table mean."""
+    names = [name for name in Plan(options).columns if name in LEGEND]
+    width = max(map(len, names))
+    return [f"{name.ljust(width)}  {LEGEND[name]}" for name in names]
 
 
 def _footer(options, row, budget) -> list[str]:
@@ -121,8 +137,8 @@ def _footer(options, row, budget) -> list[str]:
         lines.append(f"largest -b: of {budget.bytes // MIB} MiB, {budget.name}")
     else:
         lines.append("largest -b: say --memory-budget, a size such as 24GiB or a card such as h100-80")
-    if options.offload_residual:
-        lines.append(f"host memory: {row['host_mib']:.1f} MiB pinned, beside the total")
+    if options.offload_residual or options.async_checkpoint:
+        lines.append(_host_memory(options, row))
     lines.append(f"a step: {row['flops_per_step'] / 1e12:.3f} TFLOP of matmuls and attention at -r {row['recompute']}, "
                  f"{row['bytes_per_step'] / 1e9:.1f} GB moved, {row['flops_per_byte']:.0f} FLOP per byte")  # fmt: skip
     limit = ridge(options, budget)
@@ -135,7 +151,16 @@ def _footer(options, row, budget) -> list[str]:
     return lines
 
 
-def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None) -> dict:
+def _host_memory(options, row) -> str:
+    """What of the plan is in host memory, and whether that is in the total."""
+    checkpoint = f"{row['checkpoint_mib']:.1f} MiB for checkpoints while they are written"
+    if options.async_checkpoint and options.device == "cpu":
+        return f"host memory: {checkpoint}, in the total"
+    line = f"host memory: {row['host_mib']:.1f} MiB pinned, beside the total"
+    return f"{line}; of it {checkpoint}" if options.async_checkpoint else line
+
+
+def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None, network: Network | None = None) -> dict:
     """--plan --json: what was planned for, and the levels."""
     c = options.config
     return {
@@ -146,8 +171,14 @@ def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None
         **options_json(options),
         "grad_accum_steps": grad_accum_steps,
         "budget": None if budget is None else {"name": budget.name, "mib": budget.bytes / MIB},
-        "levels": level_rows(options, grad_accum_steps, budget),
+        **network_json(network or Network()),
+        "levels": level_rows(options, grad_accum_steps, budget, network),
     }  # fmt: skip
+
+
+def network_json(network: Network) -> dict:
+    """The speeds of a plan under the names of their flags."""
+    return {"link": network.link or None, "node_link": network.inside or None, "gpus_per_node": network.machine}
 
 
 def options_json(o: PlanOptions) -> dict:
@@ -155,7 +186,9 @@ def options_json(o: PlanOptions) -> dict:
     return {
         "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device, "recompute": o.recompute,
         "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state, "grad_dtype": o.gradients,
-        "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
+        "offload_residual": o.offload_residual, "head_chunk": o.head_chunk, "async_checkpoint": o.async_checkpoint,
+        "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
+        "tp_recompute_allgather": int(not o.keep_gathered),
     }  # fmt: skip
 
 
@@ -170,13 +203,21 @@ def tensor_rows(plan: Plan) -> list[dict]:
                 for t in plan.tensors.values()
             ]  # fmt: skip
             continue
-        offset = 0
-        for name, shape in parameter_shapes(plan.options.config).items():
-            dtype = plan.flat_types[arena]
+        o, dtype, offset = plan.options, plan.flat_types[arena], 0
+        shares = o.ranks_of(arena)
+        for t in flat_layout(o.config, shares, parts=o.tensor_parallel):
+            whole = t.shape if shares == 1 else (t.elements,)
+            shape = (t.layers, *whole) if t.parameter.per_layer else whole
             n_bytes = prod(shape) * DTYPE_BYTES[dtype]
-            rows.append({"arena": arena, "name": name, "purpose": arena, "shape": list(shape), "dtype": dtype, "bytes": n_bytes,
+            rows.append({"arena": arena, "name": t.name, "purpose": arena, "shape": list(shape), "dtype": dtype, "bytes": n_bytes,
                          "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
             offset += n_bytes
+    offset = 0
+    for name, (elements, dtype) in plan.checkpoint_tensors.items():
+        n_bytes = elements * DTYPE_BYTES[dtype]
+        rows.append({"arena": "checkpoint", "name": name, "purpose": "checkpoint", "shape": [elements], "dtype": dtype, "bytes": n_bytes,
+                     "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
+        offset += n_bytes
     return rows
 
 

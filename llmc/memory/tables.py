@@ -5,6 +5,10 @@ letters, resolved against the sizes of one run:
 
     B micro-batch   T sequence length   C channels   NH heads   L layers   V, Vp vocabulary and padded vocabulary
     maxT longest sequence the model knows
+
+With tensor parallelism a rank has a part of some, written small:
+
+    s tokens of each sequence's share of the stream (T)   k channels of its heads (C)   h its heads (NH)   w its vocabulary (Vp)
 """
 
 from dataclasses import dataclass
@@ -20,41 +24,52 @@ class Parameter:
     """One of the 16 tensors, in file order. A leading L means one slice per layer."""
 
     name: str
-    shape: str
+    shape: str  # small letters where tensor parallelism splits it
     decay: bool = False  # weight decay applies
     init: str = "zeros"  # zeros | ones | normal | residual: N(0, 0.02), the last scaled by 1/sqrt(2L)
+    blocks: int = 1  # that are each split: q, k and v
 
     @property
     def per_layer(self) -> bool:
         return self.shape.startswith("L ")
 
+    @property
+    def split(self) -> int | None:
+        """The dimension of a layer that tensor parallelism splits; None where every rank has all of it."""
+        words = self.shape.removeprefix("L ").split()
+        return next((i for i, word in enumerate(words) if word.lstrip("0123456789") in SPLIT), None)
 
+
+SPLIT = {"s": "T", "k": "C", "h": "NH", "w": "Vp"}  # letter of a part -> of the whole
 PARAMETERS = (
-    Parameter("wte", "Vp C", decay=True, init="normal"),
+    Parameter("wte", "w C", decay=True, init="normal"),
     Parameter("wpe", "maxT C", decay=True, init="normal"),
     Parameter("ln1w", "L C", init="ones"),
     Parameter("ln1b", "L C"),
-    Parameter("qkvw", "L 3C C", decay=True, init="normal"),
-    Parameter("qkvb", "L 3C"),
-    Parameter("attprojw", "L C C", decay=True, init="residual"),
+    Parameter("qkvw", "L 3k C", decay=True, init="normal", blocks=3),
+    Parameter("qkvb", "L 3k", blocks=3),
+    Parameter("attprojw", "L C k", decay=True, init="residual"),
     Parameter("attprojb", "L C"),
     Parameter("ln2w", "L C", init="ones"),
     Parameter("ln2b", "L C"),
-    Parameter("fcw", "L 4C C", decay=True, init="normal"),
-    Parameter("fcb", "L 4C"),
-    Parameter("fcprojw", "L C 4C", decay=True, init="residual"),
+    Parameter("fcw", "L 4k C", decay=True, init="normal"),
+    Parameter("fcb", "L 4k"),
+    Parameter("fcprojw", "L C 4k", decay=True, init="residual"),
     Parameter("fcprojb", "L C"),
     Parameter("lnfw", "C", init="ones"),
     Parameter("lnfb", "C"),
 )
+# gradients that each part takes over its own rows, to be summed; wpe's is taken over those of all
+SUMMED_OVER_PARTS = {p.name for p in PARAMETERS if p.split is None and p.name != "wpe"}
 
 
-def sizes_of(config: ModelConfig, B: int = 0, T: int = 0) -> dict[str, int]:
-    """The letters of the shapes, for this model and batch."""
-    return {
+def sizes_of(config: ModelConfig, B: int = 0, T: int = 0, parts: int = 1) -> dict[str, int]:
+    """The letters of the shapes, for this model and batch, split into so many parts."""
+    sizes = {
         "B": B, "T": T, "C": config.channels, "NH": config.num_heads, "L": config.num_layers,
         "V": config.vocab_size, "Vp": config.padded_vocab_size, "maxT": config.max_seq_len,
     }  # fmt: skip
+    return sizes | {part: sizes[whole] // parts for part, whole in SPLIT.items()}
 
 
 def resolve(shape: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -67,15 +82,15 @@ def resolve(shape: str, sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the 16 tensors, in file order."""
-    sizes = sizes_of(config)
+def parameter_shapes(config: ModelConfig, parts: int = 1) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the 16 tensors, in file order; of the part of one rank, with tensor parallelism."""
+    sizes = sizes_of(config, parts=parts)
     return {p.name: resolve(p.shape, sizes) for p in PARAMETERS}
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """All elements of all 16 tensors, the padded rows of wte included."""
-    return sum(prod(shape) for shape in parameter_shapes(config).values())
+def num_parameters(config: ModelConfig, parts: int = 1) -> int:
+    """All elements of all 16 tensors, the padded rows of wte included; or of one rank's part of them."""
+    return sum(prod(shape) for shape in parameter_shapes(config, parts).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,33 +103,33 @@ class Activation:
 
 
 BLOCK_ACTIVATIONS = (
-    Activation("ln1_mean", "B T", "fp32"),
-    Activation("ln1_rstd", "B T", "fp32"),
-    Activation("ln1", "B T C"),
-    Activation("qkvr", "B T 3C"),
-    Activation("atty", "B T C"),
-    Activation("lse", "B NH Tp", "fp32"),  # log-sum-exp of each attention row: what flash attention keeps instead of (T, T)
-    Activation("residual2", "B T C"),
-    Activation("ln2_mean", "B T", "fp32"),
-    Activation("ln2_rstd", "B T", "fp32"),
-    Activation("ln2", "B T C"),
-    Activation("fch", "B T 4C"),
-    Activation("fch_gelu", "B T 4C"),
-    Activation("residual3", "B T C"),
+    Activation("ln1_mean", "B s", "fp32"),
+    Activation("ln1_rstd", "B s", "fp32"),
+    Activation("ln1", "B s C"),
+    Activation("qkvr", "B T 3k"),
+    Activation("atty", "B T k"),
+    Activation("lse", "B h Tp", "fp32"),  # log-sum-exp of each attention row: what flash attention keeps instead of (T, T)
+    Activation("residual2", "B s C"),
+    Activation("ln2_mean", "B s", "fp32"),
+    Activation("ln2_rstd", "B s", "fp32"),
+    Activation("ln2", "B s C"),
+    Activation("fch", "B T 4k"),
+    Activation("fch_gelu", "B T 4k"),
+    Activation("residual3", "B s C"),
 )
 
 
 # gradients of activations are transient: they live from the stage that writes them to the last one that reads them
 BLOCK_GRADIENTS = (
-    Activation("dfch", "B T 4C"),
-    Activation("dln2", "B T C"),
-    Activation("datty", "B T C"),
-    Activation("dqkvr", "B T 3C"),
-    Activation("dln1", "B T C"),
+    Activation("dfch", "B T 4k"),
+    Activation("dln2", "B s C"),
+    Activation("datty", "B T k"),
+    Activation("dqkvr", "B T 3k"),
+    Activation("dln1", "B s C"),
 )
 
 # the residual stream as a block sees it: its input, and the gradient that all blocks hand down in one tensor
-STREAM = (Activation("residual", "B T C"), Activation("dresidual", "B T C"))
+STREAM = (Activation("residual", "B s C"), Activation("dresidual", "B s C"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +153,14 @@ class Stage:
 FORWARD_STAGES = (
     Stage("ln1_statistics", ("residual",), ("ln1_mean", "ln1_rstd")),
     Stage("ln1", ("residual", "ln1_mean", "ln1_rstd"), ("ln1",), ("ln1w", "ln1b")),
-    Stage("qkv", ("ln1",), ("qkvr",), ("qkvw", "qkvb"), flops="6 B T C C"),
-    Stage("attention", ("qkvr",), ("atty", "lse"), flops="2 B T T C"),
-    Stage("attproj", ("atty", "residual"), ("residual2",), ("attprojw", "attprojb"), flops="2 B T C C"),
+    Stage("qkv", ("ln1",), ("qkvr",), ("qkvw", "qkvb"), flops="6 B T C k"),
+    Stage("attention", ("qkvr",), ("atty", "lse"), flops="2 B T T k"),
+    Stage("attproj", ("atty", "residual"), ("residual2",), ("attprojw", "attprojb"), flops="2 B T C k"),
     Stage("ln2_statistics", ("residual2",), ("ln2_mean", "ln2_rstd")),
     Stage("ln2", ("residual2", "ln2_mean", "ln2_rstd"), ("ln2",), ("ln2w", "ln2b")),
-    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C C"),
+    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C k"),
     Stage("gelu", ("fch",), ("fch_gelu",)),
-    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C C"),
+    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C k"),
 )
 
 LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
@@ -153,14 +168,21 @@ LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
 # the gradient of a bias is a sum over rows, and taken by the stage before its matmul's, which has those rows at hand.
 # a projection's input gradient comes before GELU runs again, so that one pass can do GELU and its gradient
 BACKWARD_STAGES = (
-    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C C"),
+    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C k"),
     Stage("gelu_backward", ("dfch", "fch"), ("dfch",), (), ("fcb",)),
-    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C C"),
-    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C C"),
+    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C k"),
+    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C k"),
     Stage("ln2_backward", ("dresidual", "dln2", "residual2", *LN2), ("dresidual",), ("ln2w",), ("ln2w", "ln2b", "attprojb")),
-    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw",), "4 B T C C"),
-    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), (), ("qkvb",), "5 B T T C"),
-    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw",), "12 B T C C"),
+    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw",), "4 B T C k"),
+    Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), (), ("qkvb",), "5 B T T k"),
+    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw",), "12 B T C k"),
     # fcprojb is that of the block below, whose output's gradient this stage completes
     Stage("ln1_backward", ("dresidual", "dln1", "residual", *LN1), ("dresidual",), ("ln1w",), ("ln1w", "ln1b", "fcprojb")),
 )
+
+# tensor parallelism: matmul -> the tensor of which it needs the rows of all parts; and those whose result is a part of a sum over all
+ALL_ROWS_OF = {
+    "qkv": "ln1", "fc": "ln2", "fcproj_dinput": "dresidual", "fcproj_dweight": "dresidual", "fc_backward": "ln2",
+    "attproj_backward": "dresidual", "qkv_backward": "ln1",
+}  # fmt: skip
+SUMS_ROWS = {"attproj": "residual2", "fcproj": "residual3", "fc_backward": "dln2", "qkv_backward": "dln1"}

@@ -1,0 +1,127 @@
+"""A checkpoint's training state as one whole, however many ranks wrote it and whether each kept all of it or a share.
+
+With ZeRO a rank's file holds, tensor after tensor in file order and within a tensor layer after layer, its 1/num_processes
+slice of each layer's elements; a tensor without layers is one layer. Every other run's files hold everything. Whoever reads
+asks for elements in the order of a whole file and need not know. Source: llm.c train_gpt2.cu, gpt2_get_tensor_at_layer.
+"""
+
+import os
+from contextlib import suppress
+from math import prod
+
+import numpy as np
+
+from llmc.checkpoint.state_file import (
+    STEP, TrainingState, read_extra, read_facts, read_state_header, tensor_names, tensor_offset,
+)  # fmt: skip
+from llmc.checkpoint.store import extra_path, state_path
+from llmc.config import ModelConfig
+from llmc.errors import UserError
+from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
+
+
+class SavedState:
+    """All state files of the checkpoint of `step` in `folder`, of a model of `config`.
+
+    num_processes       ranks that wrote it
+    sharded             whether each rank's file holds only its share of m, v and master
+    use_master_weights  whether there is a master
+    Opening reads headers and loader sections. Raises UserError, naming the file, unless all are whole and of one run.
+    """
+
+    def __init__(self, folder, step: int, config: ModelConfig):
+        self.folder, self.step = folder, step
+        first = self._checked_header(0)
+        self.num_processes, self.use_master_weights = int(first[2]), bool(first[4])
+        self._layers = layers(config)
+        whole = num_parameters(config)
+        held = (whole, whole // self.num_processes)  # in a whole file, in a shard
+        self._states: list[TrainingState] = []
+        for rank in range(self.num_processes):
+            path, header = state_path(folder, step, rank), self._checked_header(rank)
+            for what, entry in (("processes", 2), ("master weights (0 no, 1 yes)", 4)):
+                self._agree(path, what, int(header[entry]), int(first[entry]))
+            state, sharded = read_whole_or_shard(path, self.num_processes, whole, self._layers)
+            self.sharded = sharded if rank == 0 else self.sharded
+            self._agree(path, "parameters in it", held[sharded], held[self.sharded])
+            self._states.append(state)
+        self._file_parameters = held[self.sharded]
+
+    def _checked_header(self, rank: int) -> np.ndarray:
+        path = state_path(self.folder, self.step, rank)
+        header = read_state_header(path, rank)
+        if header[STEP] != self.step:
+            raise UserError(
+                f"{path} says that it was written at step {header[STEP]}; "
+                f"expected {self.step}, so the file is not the one of this checkpoint: resume from another"
+            )
+        return header
+
+    def _agree(self, path, what: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise UserError(
+                f"{path} says {found} {what}, and the file of rank 0 says {expected}; expected the files of one run, "
+                "so resume from another checkpoint"
+            )
+
+    def rank(self, rank: int) -> TrainingState:
+        """What that rank must remember, its loader's place included."""
+        return self._states[rank]
+
+    def extra(self, rank: int) -> dict:
+        """That rank's extra file; {} where there is none, as in a checkpoint of llm.c. Raises UserError when it is damaged."""
+        return read_extra(extra_path(self.folder, self.step, rank))
+
+    def read(self, name: str, at: int, n: int) -> np.ndarray:
+        """Elements at..at+n of m, v or master, in the order of a whole file; float32 (n,), in memory of its own.
+
+        Files are read, not mapped: the pages of a map count as the process's own memory once touched.
+        """
+        assert name in tensor_names(self.use_master_weights) and 0 <= at and 0 <= n and at + n <= self._layers[-1][1]
+        if not self.sharded:
+            return self._read_file(name, 0, at, n)
+        out, filled = np.empty(n, np.float32), 0
+        while filled < n:
+            rank, place, count = self._find(at + filled, n - filled)
+            out[filled : filled + count] = self._read_file(name, rank, place, count)
+            filled += count
+        return out
+
+    def _find(self, at: int, most: int) -> tuple[int, int, int]:
+        """Whose file has element `at` of the whole, at which element, and how many from there on are neighbours in both."""
+        start, end = self._layers[np.searchsorted(self._layers[:, 1], at, side="right")].tolist()
+        share = (end - start) // self.num_processes
+        rank, inside = divmod(at - start, share)
+        return rank, start // self.num_processes + inside, min(most, share - inside)
+
+    def _read_file(self, name: str, rank: int, at: int, n: int) -> np.ndarray:
+        offset = tensor_offset(name, self._file_parameters) + 4 * at
+        return np.fromfile(state_path(self.folder, self.step, rank), "<f4", n, offset=offset)
+
+
+def layers(config: ModelConfig) -> np.ndarray:
+    """(n, 2) int64: first element and end of each layer of each tensor, in file order; what ZeRO cuts into equal shares."""
+    shapes, lengths = parameter_shapes(config), []
+    for p in PARAMETERS:
+        count = config.num_layers if p.per_layer else 1
+        lengths += [prod(shapes[p.name]) // count] * count
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.stack([ends - lengths, ends], axis=1)
+
+
+def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray) -> tuple[TrainingState, bool]:
+    """The facts of a state file whose header is good, and whether its length is that of a shard rather than of the whole.
+
+    whole  the model's parameters. Raises UserError for a file that is neither.
+    """
+    if num_processes == 1 or ((layers[:, 1] - layers[:, 0]) % num_processes).any():
+        return read_facts(path, whole), False
+    for sharded, held in ((False, whole), (True, whole // num_processes)):
+        with suppress(UserError):
+            return read_facts(path, held), sharded
+    count = len(tensor_names(bool(read_state_header(path)[4])))
+    raise UserError(
+        f"{path} has {os.path.getsize(path)} bytes, which are neither {count} x {whole} parameters nor {count} x "
+        f"{whole // num_processes}, the share of one of {num_processes} processes; it is damaged or of another model, "
+        "so resume from another checkpoint"
+    )

@@ -1,0 +1,98 @@
+"""When a checkpoint is written: while the run waits, or beside it from a copy.
+
+Either is given parts, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of what they are.
+Only one checkpoint is on its way at a time. What follows once every rank has written is not a writer's business.
+"""
+
+from threading import Thread
+
+import torch
+
+from llmc.memory.arena import allocate, pin
+
+PIECE_BYTES = 4 << 20  # what is copied from a device, or given to a file, at a time
+
+
+class WriteAtOnce:
+    """Writes what it is given before it returns.
+
+    step     of the checkpoint that was begun and has not been ended; None for none
+    begun    how many there were
+    written  how many of them this rank has wholly written
+    """
+
+    def __init__(self):
+        self.step, self.begun, self.written = None, 0, 0
+
+    def begin(self, step, parts):
+        """Write the checkpoint of `step`. Raises UserError where the disk is full or denies."""
+        assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
+        for write, tensors in parts:
+            write(piece.cpu().numpy() for piece in tensors)
+        self.step, self.begun, self.written = step, self.begun + 1, self.written + 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written now."""
+        return False
+
+    def check(self):
+        """Raise what went wrong since this was last asked."""
+
+    def wait(self):
+        """Wait until this rank has written what was begun, and raise what went wrong with it."""
+
+
+class WriteBeside(WriteAtOnce):
+    """Copies what it is given into host memory, which it allocates once, as planned; a thread writes from there while training goes on.
+
+    The thread does nothing but write files. What goes wrong there is raised here, when somebody asks.
+    """
+
+    def __init__(self, plan):
+        super().__init__()
+        self._copy = allocate(plan.checkpoint_bytes, torch.device("cpu"))
+        self._on_gpu = plan.options.device == "cuda"
+        if self._on_gpu:
+            pin(self._copy)
+        self._thread, self._error = None, None
+
+    def begin(self, step, parts):
+        """Copy the checkpoint of `step`, and begin to write it."""
+        assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
+        filled, copied = 0, []
+        for write, tensors in parts:
+            start = filled
+            for piece in tensors:
+                self._copy[filled : filled + len(piece)].copy_(piece, non_blocking=True)
+                filled += len(piece)
+            copied.append((write, self._copy[start:filled].numpy()))
+        assert filled == len(self._copy), f"{len(self._copy)} bytes are planned and {filled} were copied"
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        thread = Thread(target=self._write, args=(copied,), name="checkpoint")  # no daemon: Python waits for it
+        thread.start()
+        self._thread, self.step, self.begun = thread, step, self.begun + 1
+
+    def _write(self, copied):
+        try:
+            for write, copy in copied:
+                write(copy[at : at + PIECE_BYTES] for at in range(0, len(copy), PIECE_BYTES))
+            self.written += 1
+        except BaseException as error:  # told to the main thread, which can end the run
+            self._error = error
+
+    @property
+    def busy(self):
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self):
+        error, self._error = self._error, None
+        if error is not None:
+            self.step = None  # nobody waits for it any more
+            raise error
+
+    def wait(self):
+        if self._thread is not None:
+            self._thread.join()
+        self.check()

@@ -1,0 +1,139 @@
+"""What is left of an epoch when a run goes on with another batch, number of processes or set of shards, and how it is dealt out.
+
+All shards lie behind one another on one axis: token p of a shard is at the tokens of the shards before it, plus p. A place on
+the axis is an input if the token after it, its target, is in the same shard; so a shard's last place never is one, and the
+intervals of two shards never touch. What is left are the inputs that no rank has been trained on: disjoint intervals
+(n, 2) int64 of [start, end), ascending. The tail of a shard that the old batches were too large for belongs to it.
+
+To be dealt out, the intervals are laid end to end as a stream of inputs: first as many whole rows of T as each holds, then what
+each has over, joined to rows of several fragments. Every input keeps its own target, the next token of its shard. The stream
+is then cut as llm.c cuts a shard: sample j is B*T*num_processes inputs, rank r takes the r-th B*T of them, and goes through
+the samples in an order of its own. What makes no whole sample at the stream's end, less than B*T*num_processes inputs, is dropped.
+"""
+
+import base64
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.rand import MersenneTwister
+
+ORDER_SEED = 1042  # plus the rank: the order of the samples. any constant does, it must only be the same after a resume
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a run cuts its data. Processes are those that read different data: all, but for tensor parallelism."""
+
+    B: int
+    T: int
+    num_processes: int
+
+    @property
+    def batch_tokens(self) -> int:
+        """Inputs of one rank in one micro-step."""
+        return self.B * self.T
+
+    @property
+    def sample_tokens(self) -> int:
+        """Inputs of all ranks in one micro-step."""
+        return self.B * self.T * self.num_processes
+
+    def __str__(self):
+        return f"-b {self.B} -t {self.T} on {self.num_processes} process{'es' if self.num_processes > 1 else ''}"
+
+
+class Remainder:
+    """The intervals that are left of an epoch, dealt out to the ranks of a geometry. The same for the same intervals, always."""
+
+    def __init__(self, intervals: np.ndarray, geometry: Geometry):
+        self.intervals, self.geometry = intervals, geometry
+        start, end = intervals.T
+        cut = end - (end - start) % geometry.T
+        stream = np.concatenate([np.stack([start, cut], axis=1), np.stack([cut, end], axis=1)])
+        self._stream = stream[stream[:, 0] < stream[:, 1]]  # (m, 2): intervals in the order of the stream
+        self._ends = np.cumsum(self._stream[:, 1] - self._stream[:, 0])  # (m,): where in the stream each ends
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def num_samples(self) -> int:
+        """Micro-steps there are: batches for each rank."""
+        return self.num_inputs // self.geometry.sample_tokens
+
+    @property
+    def num_dropped(self) -> int:
+        """Inputs at the stream's end that make no whole sample."""
+        return self.num_inputs % self.geometry.sample_tokens
+
+    def order(self, rank: int) -> np.ndarray:
+        """(num_samples,): the samples as the rank goes through them."""
+        samples = np.arange(self.num_samples)
+        MersenneTwister(ORDER_SEED + rank).permute(samples)
+        return samples
+
+    def batch(self, rank: int, sample: int) -> np.ndarray:
+        """(k, 2): the intervals whose inputs, end to end, are the rank's B*T of that sample."""
+        start = (sample * self.geometry.num_processes + rank) * self.geometry.batch_tokens
+        return self._cut(np.array([[start, start + self.geometry.batch_tokens]]))
+
+    def left(self, served: int) -> np.ndarray:
+        """The intervals that are still left when every rank has served that many samples; what would be dropped is among them."""
+        g = self.geometry
+        places = [self.order(rank)[served:] * g.num_processes + rank for rank in range(g.num_processes)]
+        starts = np.sort(np.concatenate(places)) * g.batch_tokens
+        dealt = self.num_samples * g.sample_tokens
+        ranges = np.concatenate([np.stack([starts, starts + g.batch_tokens], axis=1), [[dealt, self.num_inputs]]])
+        return merged(self._cut(merged(ranges)))
+
+    def _cut(self, ranges: np.ndarray) -> np.ndarray:
+        """The intervals that these ranges of the stream, ascending and disjoint, consist of, in the order of the stream."""
+        if not len(ranges):
+            return ranges
+        first = np.searchsorted(self._ends, ranges[0, 0], side="right")
+        last = np.searchsorted(self._ends, ranges[-1, 1], side="left")
+        # between two neighbours of these cuts lies one interval's part, which is in a range or in none
+        cuts = np.unique(np.concatenate([self._ends[first:last], ranges.ravel()]))
+        starts, ends = cuts[:-1], cuts[1:]
+        inside = starts < ranges[np.searchsorted(ranges[:, 0], starts, side="right") - 1, 1]
+        starts, ends = starts[inside], ends[inside]
+        piece = np.searchsorted(self._ends, starts, side="right")
+        back = self._stream[piece, 1] - self._ends[piece]  # from the stream to the axis
+        return np.stack([starts + back, ends + back], axis=1)
+
+
+def merged(intervals: np.ndarray) -> np.ndarray:
+    """Disjoint intervals in ascending order, empty ones left out and neighbours made one."""
+    intervals = intervals[intervals[:, 0] < intervals[:, 1]]
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    apart = np.flatnonzero(intervals[1:, 0] > intervals[:-1, 1])
+    first, last = np.concatenate([[0], apart + 1]), np.concatenate([apart, [len(intervals) - 1]])
+    return np.stack([intervals[first, 0], intervals[last, 1]], axis=1) if len(intervals) else intervals
+
+
+def count_inputs(intervals: np.ndarray) -> int:
+    """Inputs in all of them."""
+    return int((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def pack(intervals: np.ndarray) -> str:
+    """The intervals in few characters: differences of neighbours, which repeat, compressed, in base64.
+
+    An epoch left in the middle by 8 ranks can be a million intervals, too many to write as numbers at every checkpoint.
+    """
+    differences = np.diff(intervals.ravel(), prepend=0).astype("<i8")
+    return base64.b64encode(zlib.compress(differences.tobytes())).decode()
+
+
+def unpack(text: str) -> np.ndarray:
+    """What `pack` packed. Raises ValueError for anything else."""
+    try:
+        differences = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), "<i8")
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(differences) % 2 or (differences[1:] <= 0).any() or (differences[:1] < 0).any():
+        raise ValueError("intervals do not ascend")
+    return np.cumsum(differences, dtype=np.int64).reshape(-1, 2)

@@ -1,0 +1,228 @@
+"""How the training data goes on after a resume: at the very place it was left, or with what is left of the epoch.
+
+Where batch, processes and shards are the ones the checkpoint was written with, the loader returns to its place and the run is
+bit for bit the one that was stopped. Where any of them changed, the epoch is finished first (see remainder.py), each input once,
+and ordinary epochs of the new geometry follow.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, unpack
+from llmc.data.shards import LoaderState, check_permutations
+from llmc.errors import UserError
+from llmc.rand import MersenneTwister
+
+Shards = list[tuple[str, int]]  # (name, tokens) of each, in the order of the loader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continued:
+    """What TokenLoader.go_on does.
+
+    state            the place to return to, or None to begin epochs anew
+    should_shuffle   whether the data was read shuffled
+    seed             of this rank's order, where epochs begin anew
+    remainder        what is to be served first, or None
+    served           batches of the remainder that were served before
+    notes            lines for the user
+    """
+
+    state: LoaderState | None
+    should_shuffle: bool
+    seed: int = 0
+    remainder: Remainder | None = None
+    served: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What the extra files say of the run that wrote them. None: they do not, as in a checkpoint of llm.c."""
+
+    geometry: Geometry | None
+    shards: Shards | None
+    intervals: np.ndarray | None  # of a remainder that was being served
+    served: int
+
+
+def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geometry, rank: int, shards: Shards) -> Continued:
+    """What this rank's loader does to go on from a checkpoint.
+
+    states, extras          of the ranks that wrote it, as they are in its files
+    geometry, rank, shards  of this run; with tensor parallelism, one state for each of those that share their data
+
+    The order of the epochs after a remainder: each rank's generator is seeded with a draw of the old rank 0's, plus the
+    rank, so it is the same for whoever resumes from the same checkpoint and no epoch repeats one of before.
+    A shard that is gone takes its rest with it. A new one is left as a whole, also if it was there once and was taken away.
+    Raises UserError where the checkpoint is damaged, does not say what is needed, or a shard is another than it was.
+    """
+    written = read_written(extras)
+    shuffled = states[0].should_shuffle
+    if written.geometry is None and len(states) != geometry.num_processes and shuffled:
+        raise UserError(
+            f"the checkpoint is of {len(states)} processes and does not say their -b and -t, as llm.c's do not, so what is left of "
+            f"its epoch cannot be known; resume with {len(states)} processes (-pn {len(states)})"
+        )
+    was = written.geometry or Geometry(geometry.B, geometry.T, len(states))
+    old_shards = shards if written.shards is None else written.shards
+    rest = None if written.intervals is None else Remainder(written.intervals, was)
+    if rest and written.served > rest.num_samples:
+        raise damaged(f"{written.served} batches served of {rest.num_samples}")
+    if (was, old_shards) == (geometry, shards):
+        return Continued(states[rank], shuffled, remainder=rest, served=written.served)
+    if not shuffled:  # one batch again and again: there is no epoch
+        return Continued(None, shuffled)
+    left = rest.left(written.served) if rest else not_served(states, old_shards, was)
+    left, notes = on_other_shards(left, old_shards, shards)
+    remainder = Remainder(left, geometry)
+    notes.insert(0, describe(remainder, was))
+    seed = (MersenneTwister.from_bytes(states[0].shuffle_rng).u32() + rank) % 2**32
+    return Continued(None, shuffled, seed, remainder if remainder.num_samples else None, notes=tuple(notes))
+
+
+def describe(remainder: Remainder, was: Geometry) -> str:
+    """One line on what is served now."""
+    now = remainder.geometry
+    change = f"with {now}, after {was}" if was != now else "with other training files"
+    if not remainder.num_samples:
+        return f"resuming {change}: {remainder.num_inputs:,} tokens of this epoch are left, less than a batch; the next one begins"
+    dropped = f"; {remainder.num_dropped:,} make no whole batch and are dropped" if remainder.num_dropped else ""
+    return (
+        f"resuming {change}: {remainder.num_inputs:,} tokens of this epoch are left, "
+        f"{remainder.num_samples:,} batches for each process{dropped}"
+    )
+
+
+# ----------------------------------------------------------------------------
+# what is left
+
+
+def starts_of(shards: Shards) -> list[int]:
+    """Where on the axis each shard starts, and where the last ends."""
+    return list(accumulate((num_tokens for _, num_tokens in shards), initial=0))
+
+
+def not_served(states: list[LoaderState], shards: Shards, geometry: Geometry) -> np.ndarray:
+    """Intervals of the inputs that no rank has served in the epoch these states are of. Raises UserError for impossible states."""
+    samples = [(num_tokens - 1) // geometry.sample_tokens for _, num_tokens in shards]
+    for state in states:
+        check_place(state, samples)
+    if len({batches_served(state, samples) for state in states}) > 1:
+        raise damaged("its ranks stopped at different batches")
+    places = [np.argsort(state.shard_indices) for state in states]  # of each shard, in the rank's order
+    intervals, starts = [], starts_of(shards)
+    for shard, (_, num_tokens) in enumerate(shards):
+        left = np.ones((samples[shard], geometry.num_processes), bool)
+        for rank, state in enumerate(states):
+            if places[rank][shard] < state.current_shard_idx:
+                left[:, rank] = False
+            elif places[rank][shard] == state.current_shard_idx:
+                left[state.intra_shard_indices[: state.current_sample_idx], rank] = False
+        # batches in the order of the shard, then the tail that was too short for a sample
+        bounds = np.append(np.arange(left.size + 1) * geometry.batch_tokens, num_tokens - 1)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], left.ravel(), [True, False]])))
+        intervals.append(starts[shard] + bounds[edges].reshape(-1, 2))
+    return merged(np.concatenate(intervals))
+
+
+def check_place(state: LoaderState, samples: list[int]) -> None:
+    """Raise UserError unless this is a place in shards of so many samples."""
+    has, expected, what = len(state.shard_indices), len(samples), "shards"
+    if has == expected:
+        check_permutations(state)
+        has, expected, what = state.shard_num_samples, samples[state.shard_indices[state.current_shard_idx]], "samples in the current shard"
+    if has != expected:
+        raise UserError(
+            f"the checkpoint's training data has {has} {what}, where {expected} were expected: its state file is damaged, or it does not "
+            "say which files it read and they changed since; resume with the same files, or from another checkpoint"
+        )
+
+
+def batches_served(state: LoaderState, samples: list[int]) -> int:
+    """Micro-steps of this epoch that the rank has done."""
+    return sum(samples[shard] for shard in state.shard_indices[: state.current_shard_idx]) + state.current_sample_idx
+
+
+def on_other_shards(intervals: np.ndarray, was: Shards, now: Shards) -> tuple[np.ndarray, list[str]]:
+    """The intervals on the axis of other shards, matched by name, and lines on those that are gone or new.
+
+    Raises UserError where a shard has another length than it had, or two have the same name.
+    """
+    for shards in (was, now):
+        if len(dict(shards)) < len(shards):
+            raise UserError(
+                "two files of the training data have the same name, so what is left of each cannot be told apart; "
+                "rename one, or resume with the batch, the processes and the files of the checkpoint"
+            )
+    old_starts, sizes, here, notes = dict(zip((name for name, _ in was), starts_of(was))), dict(was), [], []
+    for (name, num_tokens), start in zip(now, starts_of(now)):
+        if name not in sizes:
+            here.append(np.array([[start, start + num_tokens - 1]]))
+            notes.append(f"note: {name} is new: its {num_tokens - 1:,} tokens belong to what is left of this epoch")
+        elif num_tokens != sizes[name]:
+            raise UserError(
+                f"{name} held {sizes[name]} tokens when the checkpoint was written and holds {num_tokens} now; "
+                "put the old file back, or give the new one another name"
+            )
+        else:
+            here.append(within(intervals, old_starts[name], num_tokens) + start - old_starts[name])
+    for name, num_tokens in was:
+        if name not in dict(now):
+            rest = count_inputs(within(intervals, old_starts[name], num_tokens))
+            notes.append(f"note: {name} is gone: {rest:,} tokens of it were left and are not trained on")
+    return np.concatenate(here), notes
+
+
+def within(intervals: np.ndarray, start: int, size: int) -> np.ndarray:
+    """Those of a shard."""
+    first, last = np.searchsorted(intervals[:, 0], [start, start + size])
+    return intervals[first:last]
+
+
+# ----------------------------------------------------------------------------
+# what the extra files say
+
+
+def read_written(extras: list[dict]) -> Written:
+    """The facts of the extra files, on which all ranks' must agree. Raises UserError where they are damaged."""
+    facts = [tuple(extra.get(key) for key in ("B", "T", "data")) for extra in extras]
+    if any(fact != facts[0] for fact in facts):
+        raise damaged("its ranks disagree on B, T or the data")
+    B, T, data = facts[0]
+    if B is None and T is None and data is None:
+        return Written(None, None, None, 0)
+    if not (is_count(B, 1) and is_count(T, 1)):
+        raise damaged(f"it says B {B!r} and T {T!r}")
+    geometry = Geometry(B, T, len(extras))
+    if data is None:  # written before the data was described there
+        return Written(geometry, None, None, 0)
+    try:
+        shards = [(name, num_tokens) for name, num_tokens in data["shards"]]
+        rest = data.get("remainder")
+        intervals, served = (None, 0) if rest is None else (unpack(rest["intervals"]), rest["served"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(f"its data cannot be read, {type(error).__name__} {error}") from None
+    if not (shards and all(isinstance(name, str) and is_count(num_tokens, 1) for name, num_tokens in shards) and is_count(served, 0)):
+        raise damaged("its data makes no sense")
+    if intervals is not None and not inside(intervals, shards):
+        raise damaged("what it says is left is not in its shards")
+    return Written(geometry, shards, intervals, served)
+
+
+def is_count(value, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def inside(intervals: np.ndarray, shards: Shards) -> bool:
+    """Whether each interval lies within a shard, its last token, which has no target, left out."""
+    starts = np.array(starts_of(shards))
+    shard = np.searchsorted(starts, intervals[:, 0], side="right") - 1
+    return bool((shard < len(shards)).all() and (intervals[:, 1] < starts[shard + 1]).all())
+
+
+def damaged(reason: str) -> UserError:
+    """The error of every way the checkpoint's place in the data can be wrong."""
+    return UserError(f"the checkpoint's place in its training data is damaged ({reason}); resume from another checkpoint")

@@ -1,0 +1,87 @@
+"""Collectives in place, on the shares of tensors, and what they sent. Underneath is torch.distributed: NCCL on GPUs, gloo on CPUs."""
+
+from collections import Counter
+
+import torch.distributed as dist
+
+# torch 2.13 has new names for them
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def split_world(rank: int, size: int, parts: int) -> tuple["Group", "Group", "Group"]:
+    """The groups of this rank: of those with the same part of the model, of those with the same data, and of all.
+
+    The parts of one model are neighbours. All ranks must make all groups, in this order.
+    """
+    whole, copies = Group(rank, size), size // parts
+    if parts == 1:
+        return whole, Group(0, 1), whole
+    same_data = [dist.new_group(list(range(c * parts, (c + 1) * parts))) if copies > 1 else None for c in range(copies)]
+    same_part = [dist.new_group(list(range(p, size, parts))) if copies > 1 else None for p in range(parts)]
+    copy, part = divmod(rank, parts)
+    return Group(copy, copies, same_part[part]), Group(part, parts, same_data[copy]), whole
+
+
+class Done:
+    """The handle of what need not be waited for."""
+
+    def wait(self):
+        pass
+
+
+class Group:
+    """Some ranks, this one among them.
+
+    Collectives take flat contiguous tensors, each of which has as many equal shares as there are ranks, and return a handle:
+    they run beside what follows, until wait(), after which (on a GPU: on this stream) their results are there. A list of
+    tensors is one collective where the library can, so a layer's small tensors cost no more than its large ones.
+    sent  kind -> bytes that this rank has sent, by the count of a ring, which is the least there can be
+    """
+
+    def __init__(self, rank: int, size: int, process_group=None):
+        self.rank, self.size, self._group = rank, size, process_group or (dist.group.WORLD if size > 1 else None)
+        self.sent = Counter()
+
+    def share(self, tensor):
+        """This rank's share of a flat tensor, a view."""
+        n = len(tensor) // self.size
+        return tensor[self.rank * n : (self.rank + 1) * n]
+
+    def sum_shares(self, tensors, shares=None):
+        """This rank's share of each tensor, in its place or given apart, becomes the sum of all ranks' in that place; the tensors are
+        left undefined elsewhere."""
+        shares = [self.share(t) for t in tensors] if shares is None else shares
+        return self._each("reduce-scatter", reduce_scatter, list(zip(shares, tensors)), tensors)
+
+    def gather_shares(self, tensors, shares=None):
+        """Each tensor becomes all ranks' shares of it, in order; given apart, or else in their places already."""
+        shares = [self.share(t) for t in tensors] if shares is None else shares
+        return self._each("all-gather", all_gather, list(zip(tensors, shares)), tensors)
+
+    def sum_whole(self, tensors):
+        """Each tensor becomes the sum of all ranks'."""
+        return self._each("all-reduce", dist.all_reduce, [(t,) for t in tensors], tensors, passes=2)
+
+    def largest(self, tensors):
+        """Each tensor becomes the largest of all ranks', element by element."""
+        return self._each("all-reduce", dist.all_reduce, [(t, dist.ReduceOp.MAX) for t in tensors], tensors, passes=2)
+
+    def send_from(self, source: int, tensor):
+        """A tensor becomes that of the source-th rank of the group."""
+        return self._each("broadcast", dist.broadcast, [(tensor, dist.get_global_rank(self._group, source))], [tensor])
+
+    def barrier(self):
+        """All ranks have come here."""
+        dist.barrier(self._group)
+
+    def _each(self, kind, collective, calls, tensors, passes=1):
+        if self.size == 1 or not tensors:
+            return Done()
+        self.sent[kind] += passes * sum(t.nbytes // self.size * (self.size - 1) for t in tensors)
+        if len(calls) == 1:
+            return collective(*calls[0], group=self._group, async_op=True)
+        with dist._coalescing_manager(self._group, async_ops=True) as handle:
+            for call in calls:
+                collective(*call, group=self._group)
+        return handle

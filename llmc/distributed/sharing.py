@@ -1,0 +1,260 @@
+"""What the ranks that train one model do together: gradients summed, weights gathered, layer by layer, beside the computing.
+
+What of it a rank holds whole, and what only a share of, is the plan's business (ZeRO, Rajbhandari et al. 2019). Every stage sums the
+same tensors in the same shares and updates the same elements with the same noise, so all stages give the same bits; but for
+several micro-steps, whose gradients stages 2 and 3 must add up after the ranks' and the others can before. (On a CPU without numba
+torch rounds the last elements of a tensor otherwise than whole vectors: there shares must be multiples of 16 elements for that.)
+"""
+
+import torch
+
+from llmc.distributed.group import Done
+from llmc.distributed.tensor_parallel import Undivided
+from llmc.memory.layout import flat_layout, gradient_groups, weight_groups
+from llmc.memory.plan import LAYER_SLOTS, weight_slot
+from llmc.memory.tables import SUMMED_OVER_PARTS
+
+
+class Alone:
+    """One rank: it holds everything, and there is nobody to wait for."""
+
+    rank, size = 0, 1
+    parts = Undivided()
+    wants_to_stop, stops = False, 0.0  # what this rank tells the others with its next norm; how many of them said so
+    checkpoints_written = 0  # the same: how many this rank has wholly written
+
+    @property
+    def written_by_all(self):
+        """How many checkpoints every rank has wholly written."""
+        return self.checkpoints_written
+
+    def total(self, number: float) -> float:
+        """The sum of all ranks' numbers."""
+        return number
+
+    def attach(self, model):
+        """The model that is meant: its arenas exist, its layers do not yet."""
+        self._flat = model.flat
+
+    def need(self, key, then=None):
+        """Weights of a group are about to be read; `then` is the group after it, which may come in meanwhile."""
+
+    def release(self, key):
+        """Weights of a group are not read any more before they are needed again: their slot may be used for something else."""
+
+    def settle(self):
+        """Weights that are held whole are complete; of others none is in a slot, which may be used for something else."""
+
+    def whole_weights(self):
+        """All weights in file order, flat tensors that are each overwritten by the next; all ranks must take each."""
+        yield self._flat["parameters"]
+
+    def barrier(self):
+        """All ranks have come here."""
+
+    def clear(self, key):
+        """Gradients of a group are about to be written."""
+
+    def complete(self, key, adding: bool, last: bool):
+        """Gradients of a group are complete for this micro-step, the `last` of the step or not; `adding` to those before."""
+
+    def finish(self):
+        """All sums that were begun are there."""
+
+    def combine(self, numbers, loss_sum, grad_norm):
+        """Loss and norm of this rank become those of all."""
+
+    def gradients(self):
+        """The flat gradients that this rank takes the norm of."""
+        return self._flat["gradients"]
+
+    def updated(self):
+        """The flat arenas that this rank updates, with what they hold now."""
+        return self._flat
+
+    def spread(self):
+        """The update of those is done."""
+
+
+class Sharing(Alone):
+    """One of several ranks; `plan` says how many, and the ZeRO stage.
+
+    group  of the ranks with the same part of the model, which share its gradients and weights
+    parts  Divided of the ranks with the same data, whose parts make up the model, or Undivided
+    whole  Group of all
+    """
+
+    def __init__(self, plan, group, parts=None, whole=None):
+        self.options, self.group, self.parts, self.whole = plan.options, group, parts or Undivided(), whole or group
+        self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
+        self._weight_groups, self._gradient_groups = (groups(plan.options.config) for groups in (weight_groups, gradient_groups))
+        self._sums, self._coming = {}, {}  # group -> handle; of gradients and of weights
+        self._in_slot = {}  # slot -> group whose weights it has, or is being given
+        self._spreading = []
+        assert self.size == plan.options.ranks
+
+    @property
+    def stops(self):
+        return self._acts["rank_numbers"][:, 3].sum()
+
+    @property
+    def written_by_all(self):
+        return self._acts["rank_numbers"][:, 4].amin()
+
+    def total(self, number):
+        numbers = torch.zeros(self.size, dtype=torch.float64, device=self._model.device)
+        numbers[self.rank] = number
+        self.group.gather_shares([numbers]).wait()
+        return sum(numbers.tolist())
+
+    def attach(self, model):
+        super().attach(model)
+        self._model = model
+        o, config, acts = self.options, model.config, model.acts
+        layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.parts.rank) if o.shares else ()
+        self._acts, self._layout = acts, {t.name: t for t in layout}
+        self._weights = {k: [model.weight(*of).view(-1) for of in group] for k, group in self._weight_groups.items()}
+        self._gradients = {k: [model.gradient(k, *of).view(-1) for of in group] for k, group in self._gradient_groups.items()}
+
+    # ------------------------------------------------------------------------
+    # weights
+
+    def need(self, key, then=None):
+        if self.stage < 3:
+            self._wait_for_weights(key)
+            return
+        self._fetch(key)
+        self._wait_for_weights(key)
+        if then is not None and weight_slot(then) != weight_slot(key):
+            self._fetch(then)
+
+    def _fetch(self, key):
+        """Begin to gather sharded weights into their slot, unless it has them."""
+        slot = weight_slot(key)
+        if self._in_slot.get(slot) != key:
+            self._wait_for_weights(self._in_slot.get(slot))
+            self._in_slot[slot] = key
+            shares = [self._flat["parameters"][self._layout[name].layer(l)] for name, l in self._weight_groups[key]]
+            self._coming[key] = self.group.gather_shares(self._weights[key], shares)
+
+    def _wait_for_weights(self, key):
+        self._coming.pop(key, Done()).wait()
+
+    def release(self, key):
+        self._in_slot.pop(weight_slot(key), None)
+
+    def settle(self):
+        for key in list(self._coming):
+            self._wait_for_weights(key)
+        self._in_slot.clear()
+
+    def whole_weights(self):
+        if self.stage < 3:
+            yield self._flat["parameters"]
+            return
+        for t in self._layout.values():
+            for l in range(t.layers):
+                whole = self._model.weight(t.name, l).view(-1)
+                self.group.gather_shares([whole], [self._flat["parameters"][t.layer(l)]]).wait()
+                yield whole
+
+    def barrier(self):
+        self.whole.barrier()
+
+    # ------------------------------------------------------------------------
+    # gradients
+
+    def clear(self, key):
+        if self.stage >= 2:
+            for other in [k for k in self._sums if _gradient_slot(k) == _gradient_slot(key)]:
+                self._take(other)
+
+    def complete(self, key, adding, last):
+        if not (last or self.stage >= 2):
+            return
+        if self.parts.size > 1:
+            names = [name for name, _ in self._gradient_groups[key]]
+            self.parts.group.sum_whole([t for t, name in zip(self._gradients[key], names) if name in SUMMED_OVER_PARTS]).wait()
+        if not self.options.shares:
+            self._sums[key] = self.group.sum_whole(self._gradients[key]), adding
+            return
+        if self.stage == 0:  # the sums before can be spread while these come together
+            for other in list(self._sums):
+                self._take(other)
+        self._sums[key] = self.group.sum_shares(self._gradients[key]), adding
+
+    def _take(self, key):
+        """Wait for the sums of a group, and do with them what the stage wants: spread them, leave them, or keep a share."""
+        handle, adding = self._sums.pop(key)
+        handle.wait()
+        if self.stage == 0 and self.options.shares:
+            self._spreading.append(self.group.gather_shares(self._gradients[key]))
+        if self.stage >= 2:
+            for (name, l), tensor in zip(self._gradient_groups[key], self._gradients[key]):
+                share, new = self._flat["gradients"][self._layout[name].layer(l)], self.group.share(tensor)
+                share.add_(new) if adding else share.copy_(new)
+
+    def finish(self):
+        for key in list(self._sums):
+            self._take(key)
+        while self._spreading:
+            self._spreading.pop().wait()
+
+    def _norm_of_undivided(self):
+        """Of the gradients that all parts have alike, in what gradients() gave."""
+        flat = self._acts["gradient_share"] if self.stage < 2 and self.options.shares else self._flat["gradients"]
+        tensors = [t for t in self._model.layout_of("gradients", self.options.shares) if t.parameter.split is None]
+        norms = [torch.linalg.vector_norm(flat[t.start : t.start + t.layers * t.elements], dtype=torch.float32) for t in tensors]
+        return torch.stack(norms).square().sum().sqrt()
+
+    def gradients(self):
+        if self.stage >= 2 or not self.options.shares:
+            return self._flat["gradients"]
+        for packed, whole in self._shares("gradient_share", "gradients"):
+            packed.copy_(whole)
+        return self._acts["gradient_share"]
+
+    def combine(self, numbers, loss_sum, grad_norm):
+        o, mine = self.options, numbers[self.whole.rank]
+        mine[0:1].copy_(loss_sum)
+        mine[1:2].copy_(grad_norm)
+        mine[2] = self._norm_of_undivided() if self.parts.size > 1 else 0.0
+        mine[3] = float(self.wants_to_stop)
+        mine[4] = float(self.checkpoints_written)
+        self.whole.gather_shares([numbers.view(-1)]).wait()
+        wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and in order: the same everywhere
+        loss_sum.copy_(wide[:, 0, 0].sum())
+        if o.shares or o.tensor_parallel > 1:
+            whole, undivided = wide[: o.ranks if o.shares else 1, :, 1:3].square().unbind(2)
+            grad_norm.copy_(((whole - undivided).sum() + undivided[:, 0].sum()).sqrt())
+
+    # ------------------------------------------------------------------------
+    # update
+
+    def updated(self):
+        if self.stage in (0, 3):
+            return self._flat
+        for packed, whole in self._shares("parameter_share", "parameters"):
+            packed.copy_(whole)
+        flat = self._flat | {"parameters": self._acts["parameter_share"]}
+        return flat | {"gradients": self._acts["gradient_share"]} if self.stage == 1 else flat
+
+    def spread(self):
+        self.settle()
+        if self.stage not in (1, 2):
+            return
+        for packed, whole in self._shares("parameter_share", "parameters"):
+            whole.copy_(packed)
+        for key, tensors in self._weights.items():
+            self._coming[key] = self.group.gather_shares(tensors)
+
+    def _shares(self, packed, arena):
+        """(this rank's share of a tensor, packed; the same where it lies in an arena that holds everything), both (layers, n)."""
+        packed, arena = self._acts[packed], self._flat[arena]
+        for t in self._layout.values():
+            whole = arena[t.whole_start : t.whole_start + t.layers * t.whole_elements]
+            yield packed[t.start : t.start + t.layers * t.elements].view(t.layers, -1), whole.view(t.layers, self.size, -1)[:, self.rank]
+
+
+def _gradient_slot(key):
+    return "outer" if key in ("lnf", "encoder") else key % LAYER_SLOTS

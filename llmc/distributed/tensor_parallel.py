@@ -1,0 +1,173 @@
+"""Tensor parallelism: the ranks of a group each have a part of every layer's heads and channels, and of the vocabulary.
+
+Between the matmuls each has a part of the rows of the stream (Korthikanti et al. 2022). What a matmul needs of all rows is gathered
+into one place in the arena that all layers take turns in, and what it gives of all rows, a part of a sum, is written there and
+summed into each rank's rows. Nothing that was gathered is kept for backward, unless the plan says so: it is gathered again.
+"""
+
+from bisect import bisect_left
+
+import torch
+
+from llmc.data.order import TokenOrder
+from llmc.layers.fused_classifier import sliced_classifier_inplace
+
+
+class Undivided:
+    """One part: all of it is here."""
+
+    rank, size = 0, 1
+    encoder_forward = None  # the model's own
+
+    def attach(self, model):
+        """The model that is meant: its arenas exist."""
+
+    def own_rows(self, x):
+        """This part's rows (B, s, C) of x (B, T, C): as many neighbours of all B*T, a view."""
+        return x
+
+    def gathered(self, x):
+        """The rows of all parts: (B, T, C) of x (B, s, C), which is this part's."""
+        return x
+
+    def still_gathered(self, x):
+        """The same, where nothing else was gathered since and x has not changed."""
+        return x
+
+    def gather_in_place(self, rows):
+        """The rows (B, T, C) of all parts, of which this part's are there."""
+
+    def partial(self, out):
+        """Where to write what is to be summed into out (B, s, C): (B, T, C)."""
+        return out
+
+    def sum_partial(self, out):
+        """out becomes this part's rows of the sum of what all parts wrote."""
+
+    def bias(self, bias):
+        """The bias of a matmul whose results are summed: it goes with one of them."""
+        return bias
+
+    def own_order(self, order):
+        """The TokenOrder of those of a batch's tokens that this part has, by their number in it."""
+        return order
+
+    def head_rows(self, lnf, part):
+        """The rows (n, C) of all parts that a chunk, a slice of each part's rows, is made of."""
+        return lnf.view(-1, lnf.shape[2])[part]
+
+    def sum_head_rows(self, lnf, part):
+        """Those of lnf become the sum of what all parts wrote over head_rows."""
+
+    def embedding(self, wte, token):
+        """A token's row of the whole wte."""
+        return wte[token]
+
+    def sum_row(self, x):
+        """x becomes the sum of all parts'."""
+
+    def whole_row(self, logits):
+        """(1, Vp) of all parts' logits (1, w)."""
+        return logits
+
+
+class Divided(Undivided):
+    """One of several parts, whose Group it is given."""
+
+    def __init__(self, group):
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self._holds = None  # which tensor's rows the stream has
+
+    def attach(self, model):
+        assert self.size == model.plan.options.tensor_parallel
+        self._acts, self._stream, self._own = model.acts, model.acts["stream"], model.acts["own_inputs"]
+        self.vocabulary = model.config.padded_vocab_size // self.size
+        self.first_token = self.rank * self.vocabulary
+
+    def own_rows(self, x):
+        B, T, C = x.shape
+        return x.view(self.size, B, T // self.size, C)[self.rank]
+
+    def gathered(self, x):
+        self.group.gather_shares([self._stream.view(-1)], [x.view(-1)]).wait()
+        self._holds = x.data_ptr()
+        return self._stream
+
+    def still_gathered(self, x):
+        return self._stream if self._holds == x.data_ptr() else self.gathered(x)
+
+    def gather_in_place(self, rows):
+        self.group.gather_shares([rows.view(-1)]).wait()
+
+    def partial(self, out):
+        self._holds = None
+        return self._stream
+
+    def sum_partial(self, out):
+        self.group.sum_shares([self._stream.view(-1)], [out.view(-1)]).wait()
+
+    def bias(self, bias):
+        return bias if self.rank == 0 else None
+
+    def sum_row(self, x):
+        self.group.sum_whole([x.view(-1)]).wait()
+
+    def head_rows(self, lnf, part):
+        own = lnf.view(-1, lnf.shape[2])[part]
+        rows = self._acts["head_rows"][: self.size * len(own)]
+        self.group.gather_shares([rows.view(-1)], [own.view(-1)]).wait()
+        return rows
+
+    def sum_head_rows(self, lnf, part):
+        own = lnf.view(-1, lnf.shape[2])[part]
+        rows = self._acts["head_rows"][: self.size * len(own)]
+        self.group.sum_shares([rows.view(-1)], [own.view(-1)]).wait()
+
+    # ------------------------------------------------------------------------
+    # vocabulary: this part has its rows of wte
+
+    def encoder_forward(self, out, inputs, wte, wpe):
+        """out (B, s, C), this part's rows, = wte[inputs] + wpe[position]."""
+        own, stream = self._own, self.partial(out)
+        torch.sub(inputs, self.first_token, out=own)
+        others = (own < 0) | (own >= self.vocabulary)
+        own.masked_fill_(others, 0)
+        rows = stream.view(-1, stream.shape[2])
+        torch.index_select(wte, 0, own.view(-1), out=rows)
+        rows.masked_fill_(others.view(-1, 1), 0)  # what all other parts add is zero, so the sum is exact
+        self.sum_partial(out)
+        out, positions = out.view(-1, out.shape[2]), own.view(-1)[: len(rows) // self.size]  # both rooms are free again
+        torch.arange(self.rank * len(out), (self.rank + 1) * len(out), out=positions).remainder_(inputs.shape[1])
+        out.add_(torch.index_select(wpe, 0, positions, out=rows[: len(out)]))
+
+    def own_order(self, order):
+        first, last = (bisect_left(order.tokens, self.first_token + n) for n in (0, self.vocabulary))
+        begin, end = order.starts[first], order.starts[last]
+        return TokenOrder(
+            order.positions[begin:end], order.tokens[first:last] - self.first_token, order.starts[first : last + 1] - begin, None
+        )  # fmt: skip
+
+    def embedding(self, wte, token):
+        row = torch.zeros_like(wte[0])
+        if self.first_token <= token < self.first_token + self.vocabulary:
+            row.copy_(wte[token - self.first_token])
+        self.sum_row(row)
+        return row
+
+    def whole_row(self, logits):
+        row = self._acts["all_logits"]
+        self.group.gather_shares([row.view(-1)], [logits.view(-1)]).wait()
+        return row
+
+    def classify(self, logits, part, scratch, *, V, dloss, rows_at_once):
+        """fused_classifier_inplace, where logits (n, w) are this part's columns of a chunk's rows; all parts add the same losses.
+
+        scratch: losses and targets (B, T), head_targets (>= n,) int64, and what sliced_classifier_inplace wants.
+        """
+        targets = scratch["head_targets"][: len(logits)]
+        targets.view(self.size, -1).copy_(scratch["targets"].view(self.size, -1)[:, part])
+        V = min(V - self.first_token, self.vocabulary)
+        losses = sliced_classifier_inplace(
+            logits, targets.sub_(self.first_token), self.group, scratch, V=V, dloss=dloss, rows_at_once=rows_at_once
+        )  # fmt: skip
+        scratch["losses"].view(self.size, -1)[:, part] += losses.view(self.size, -1)

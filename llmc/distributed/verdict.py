@@ -1,0 +1,143 @@
+"""What is the matter with a run of several processes, judged from their beats. No store, no threads: llmc.distributed.watch has those.
+
+How long something has not changed is measured by the observer's own clock: clocks of machines are never compared. While the observer
+was itself suspended no time has passed.
+"""
+
+from dataclasses import dataclass, field
+
+from llmc.distributed.rendezvous import Member
+from llmc.errors import LOST_CODE
+
+LOST_AFTER_S = 5.0  # without a new beat
+DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so that nothing else is held against anyone
+SETTLE_S = LOST_AFTER_S + 2  # if until then nobody is found to be gone, a collective failed for another reason
+LONGEST_LOOK_S = 1.0  # between two looks; more is a time in which this process did not run
+FINAL_CODES = (2, 3, 130)  # of a rank that stopped: trying again cannot help the others either
+DONE = "done"
+START_AGAIN = "start all ranks again, with -y 1 to resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a process says of itself."""
+
+    count: int = 0
+    sequence: int = 0  # calls of progress(): every rank makes the same ones
+    progress: str = "its start"
+    left: str = ""  # why it ended: DONE, or what the others should know
+    code: int = 0  # with which exit code
+    failed: str = ""  # what a collective said that did
+    read: bool = False  # it knows the verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the store said last. beats: of all ranks in rank 0, of rank 0 in the others. verdict: as published, or empty."""
+
+    exchanges: int = 0
+    beats: dict[int, Beat] = field(default_factory=dict)
+    verdict: str = ""
+    lost: bool = False  # the store does not answer any more
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the run cannot go on. Only `speaker` prints it; None: each machine settles who does."""
+
+    sentence: str
+    code: int = LOST_CODE
+    speaker: int | None = None
+
+
+class Judge:
+    """Rank 0 judges all; the others miss rank 0, or the store."""
+
+    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool, waits_silently: bool):
+        """has_agent       torchrun holds the store, not rank 0
+        waits_silently  a collective that lasts too long raises nothing, as with NCCL: that nobody moves must be noticed here
+        """
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+        self.has_agent, self.waits_silently = has_agent, waits_silently
+        self.seconds, self.last_look = 0.0, None
+        self.since: dict[object, tuple] = {}  # what is observed -> its value, and when that was new
+
+    def look(self, now: float) -> None:
+        """The time, by a clock that only this process reads."""
+        if self.last_look is not None:
+            self.seconds += min(now - self.last_look, LONGEST_LOOK_S)
+        self.last_look = now
+
+    def unchanged_s(self, what, value) -> float:
+        """For how long `value` of something has been the same."""
+        if what not in self.since or self.since[what][0] != value:
+            self.since[what] = value, self.seconds
+        return self.seconds - self.since[what][1]
+
+    def silent_s(self, rank: int, beat: Beat) -> float:
+        return self.unchanged_s(("beat", rank), beat.count)
+
+    def verdict(self, heard: Heard) -> Verdict | None:
+        """What ends the run, if anything does."""
+        silent_s = self.unchanged_s("store", heard.exchanges)
+        if heard.lost or silent_s > LOST_AFTER_S:
+            if self.has_agent:
+                return Verdict(f"torchrun, which held the ranks together, is gone or cannot be reached; {START_AGAIN}")
+            return self.gone(0, heard.beats.get(0, Beat()), silent_s)
+        if self.rank == 0:
+            return self.verdict_on_all({rank: beat for rank, beat in heard.beats.items() if beat.left != DONE})
+        for beat in heard.beats.values():
+            silent_s = self.silent_s(0, beat)
+            if silent_s > LOST_AFTER_S and not beat.left:
+                return self.gone(0, beat, silent_s)
+        return None
+
+    def verdict_on_all(self, beats: dict[int, Beat]) -> Verdict | None:
+        """Who is the matter: those who said why they stopped, those who are silent, then those who do not move."""
+        silent_s = {rank: self.silent_s(rank, beat) for rank, beat in beats.items()}
+        unmoved_s = {rank: self.unchanged_s(("progress", rank), beat.sequence) for rank, beat in beats.items()}
+        failed = [rank for rank, beat in beats.items() if beat.failed]
+        failed_s = self.unchanged_s("failed", bool(failed))
+        for rank, beat in beats.items():
+            if beat.left:
+                speaker = min((other for other in beats if other != rank and silent_s[other] < LOST_AFTER_S), default=None)
+                return Verdict(f"rank {rank} stopped: {beat.left}", beat.code if beat.code in FINAL_CODES else LOST_CODE, speaker)
+        for rank, beat in beats.items():
+            if silent_s[rank] > LOST_AFTER_S:
+                return self.gone(rank, beat, silent_s[rank], speaker=0)
+        if not beats or max(silent_s.values()) > DOUBTFUL_AFTER_S:
+            return None
+        return self.hangs(beats, unmoved_s, failed if failed_s > SETTLE_S else [])
+
+    def hangs(self, beats: dict[int, Beat], unmoved_s: dict[int, float], failed: list[int]) -> Verdict | None:
+        """Every heart beats. Whoever is behind and does not move is waited for, and whoever did not wait where the others timed out."""
+        ahead = max(beats, key=lambda rank: (rank in failed, beats[rank].sequence))
+        hung = [rank for rank in beats if unmoved_s[rank] > self.timeout_s and beats[rank].sequence < beats[ahead].sequence]
+        if not hung and any("timed out" in beats[rank].failed.lower() for rank in failed):
+            hung = [rank for rank in beats if rank not in failed]
+        slow = f"{START_AGAIN}, and raise --timeout (now {self.timeout_s:g} s) if it is only slow"
+        if hung:
+            rank = min(hung, key=lambda rank: beats[rank].sequence)
+            return Verdict(
+                f"{self.name(rank)} hangs: it has not moved for {unmoved_s[rank]:.0f} s, in {beats[rank].progress}, "
+                f"while rank {ahead} waits in {beats[ahead].progress}; {slow}",
+                speaker=0,
+            )
+        if failed:
+            return self.collective_failed(failed[0], beats[failed[0]], speaker=0)
+        if self.waits_silently and min(unmoved_s.values()) > self.timeout_s:
+            sentence = f"none of the {len(self.members)} ranks has moved for {self.timeout_s:g} s, in {beats[ahead].progress}; {slow}"
+            return Verdict(sentence, speaker=0)
+        return None
+
+    def gone(self, rank: int, beat: Beat, silent_s: float, speaker: int | None = None) -> Verdict:
+        when = f"{silent_s:.0f} seconds ago" if silent_s >= LOST_AFTER_S else "just now"
+        what = f"it stopped answering {when}, in {beat.progress}; see what it printed last, then {START_AGAIN}"
+        return Verdict(f"{self.name(rank)} is gone: {what}", speaker=speaker)
+
+    def collective_failed(self, rank: int, beat: Beat, speaker: int | None = None) -> Verdict:
+        return Verdict(f"a collective of {self.name(rank)} failed in {beat.progress}: {beat.failed}; {START_AGAIN}", speaker=speaker)
+
+    def name(self, rank: int) -> str:
+        member = self.members[rank]
+        return f"rank {rank} of {len(self.members)} (host {member.host}, process {member.process})"

@@ -1,0 +1,201 @@
+"""Ends this process, with a sentence and an exit code, when another one of the run is gone, hangs or has stopped.
+
+Each process beats: about once a second it puts a counter and its progress into the store. Rank 0 reads all beats and publishes a
+verdict, which the others read. Threads do this, because the main one may wait for ever in a collective, and two of them: one talks to
+the store, which may never answer again, and one judges by what was last heard (llmc.distributed.verdict).
+"""
+
+import atexit
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from threading import Event, Lock, Thread
+
+from torch.distributed import DistError
+
+from llmc.distributed.rendezvous import VERDICT_KEY, Meeting, beat_key
+from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge, Verdict
+from llmc.errors import RankLost
+
+PERIOD_S = 1.0  # between beats
+TICK_S = 0.25  # between looks at them
+FAREWELL_S = 3.0  # for a last word to be read
+EXPLAIN_S = SETTLE_S + 2 * FAREWELL_S  # for a verdict, once a collective has failed
+END_S = 10.0  # for the main thread to end by itself once it knows why
+
+
+class Watch:
+    """The beat of this process, and its view of the others."""
+
+    def __init__(self, meeting: Meeting, timeout_s: float, waits_silently: bool):
+        self.rank, self.members, self.process = meeting.place.rank, meeting.members, os.getpid()
+        self.judge = Judge(
+            self.rank, self.members, timeout_s, has_agent=meeting.place.method == "agent", waits_silently=waits_silently
+        )  # fmt: skip
+        self.store = meeting.connect(LOST_AFTER_S)
+        self.mine, self.heard = Beat(), Heard()
+        self.verdict: Verdict | None = None
+        self.speaks = True  # of the verdict, unless another rank does
+        self.explaining = self.closing = self.stopping = False
+        self.lock, self.wake, self.sent, self.decided, self.heard_out = Lock(), Event(), Event(), Event(), Event()
+        atexit.register(self._at_exit)
+        self.threads = [Thread(target=run, daemon=True) for run in (self._exchange, self._watch)]
+        for thread in self.threads:
+            thread.start()
+
+    # ---- what the program calls
+
+    def progress(self, what: str) -> None:
+        """Say what the main thread begins now. Every rank makes the same calls, so that their number tells who is behind."""
+        with self.lock:
+            self.mine = replace(self.mine, sequence=self.mine.sequence + 1, progress=what)
+
+    def leave(self, reason: str, code: int) -> None:
+        """Say why this process is about to end with an exit code, so that the others end too. The first reason counts."""
+        if self.mine.left or self.verdict:
+            return
+        self._say(left=" ".join(reason.split()), code=code)
+        if self.rank == 0:  # its end may be that of the store, where the others have yet to read the verdict
+            self.heard_out.wait(2 * FAREWELL_S)
+
+    def explain(self, error: BaseException) -> RankLost | None:
+        """Why a collective failed: waits until it is known who is gone. None if `error` is no collective's."""
+        if not is_of_a_collective(error):
+            return None
+        with self.lock:
+            self.explaining = True
+        self._say(failed=" ".join(str(error).split())[:400])
+        if not self.decided.wait(EXPLAIN_S):
+            self.verdict = self.judge.collective_failed(self.rank, self.mine)
+        return RankLost(self.verdict.sentence, self.verdict.code, said_elsewhere=not self.speaks)
+
+    def close(self) -> None:
+        """End in order, once every rank has come here."""
+        self.closing = True
+        self._say(left=DONE)
+        deadline = time.monotonic() + FAREWELL_S
+        while self.rank == 0 and time.monotonic() < deadline and not all(beat.left for beat in self.heard.beats.values()):
+            self.wake.set()  # the others need its store for their last word
+            time.sleep(TICK_S)
+        self.stopping = True
+        self.wake.set()
+        for thread in self.threads:  # Python must not be taken down under them
+            thread.join(2 * PERIOD_S)
+
+    # ---- talking to the store
+
+    def _say(self, **fields):
+        """Put something into the store at once, or as soon as it answers."""
+        with self.lock:
+            self.mine = replace(self.mine, **fields)
+        self.sent.clear()
+        self.wake.set()
+        self.sent.wait(2 * PERIOD_S)
+
+    def _exchange(self):
+        """Write this beat and read the others', until the end."""
+        ranks = range(len(self.members)) if self.rank == 0 else range(1)
+        keys, count = [*map(beat_key, ranks), VERDICT_KEY], 0
+        try:
+            while not self.stopping:
+                said, count = self.mine, count + 1
+                self.store.set(beat_key(self.rank), json.dumps(asdict(said) | {"count": count}))
+                *beats, verdict = self.store.multi_get(keys)
+                self.heard = Heard(count, {rank: Beat(**json.loads(beat)) for rank, beat in zip(ranks, beats)}, verdict.decode())
+                if said is self.mine:
+                    self.sent.set()
+                self.wake.wait(PERIOD_S)
+                self.wake.clear()
+        except RuntimeError:  # all of torch's are
+            self.heard = replace(self.heard, lost=True)
+            self.sent.set()
+
+    # ---- ending
+
+    def _watch(self):
+        """Look again and again, until there is a verdict or the run is done."""
+        while not self.closing:
+            self.judge.look(time.monotonic())
+            heard = self.heard
+            verdict = Verdict(**json.loads(heard.verdict)) if heard.verdict else self.judge.verdict(heard)
+            if verdict and not self.closing:
+                self._carry_out(verdict)
+                return
+            time.sleep(TICK_S)
+
+    def _carry_out(self, verdict: Verdict):
+        """Let everybody know, then end this process: by its main thread if that asks why a collective failed, else here and at once."""
+        if self.rank == 0:
+            self._publish(verdict)
+        elif not self.mine.left and verdict.speaker is not None:  # else nobody is there to be told
+            self._say(read=True)
+        if self.mine.left:
+            return  # it ends by itself, for its own reason
+        self.speaks = self._speaks(verdict)
+        if verdict.speaker is None:
+            time.sleep(2 * PERIOD_S)  # others of this machine, a little later to notice, ask whether this process lives
+        with self.lock:
+            self.verdict = verdict
+            explaining = self.explaining
+        if explaining:
+            self.decided.set()
+            time.sleep(END_S)
+        elif self.speaks:
+            os.write(2, f"error: {verdict.sentence}\n".encode())  # no print: the main thread may hold its lock
+        os._exit(verdict.code)
+
+    def _publish(self, verdict: Verdict):
+        """Put the verdict where the others read it, and wait until those who live have."""
+        deadline = time.monotonic() + FAREWELL_S
+        with suppress(RuntimeError):
+            if not self.heard.lost:
+                self.store.set(VERDICT_KEY, json.dumps(asdict(verdict)))
+            while time.monotonic() < deadline and not self.heard.lost and not all(map(self._knows, self.heard.beats)):
+                self.wake.set()
+                time.sleep(TICK_S)
+                self.judge.look(time.monotonic())
+        self.heard_out.set()
+
+    def _knows(self, rank: int) -> bool:
+        """Whether a rank has read the verdict, or never will."""
+        beat = self.heard.beats[rank]
+        return rank == 0 or beat.read or bool(beat.left) or self.judge.silent_s(rank, beat) > LOST_AFTER_S
+
+    def _speaks(self, verdict: Verdict) -> bool:
+        """Whether this rank is the one to print it. Where nobody can ask who lives, it is the lowest that does on each machine."""
+        if verdict.speaker is not None:
+            return self.rank == verdict.speaker
+        machine = self.members[self.rank].machine
+        lower = [member.process for member in self.members[1 : self.rank] if member.machine == machine]
+        return not any(map(is_alive, lower))
+
+    def _at_exit(self):
+        """The last word of a process that does not end in order.
+
+        Torch would abort where collectives are unfinished, and Python where a thread is in the store, so neither gets the chance.
+        """
+        if self.mine.left == DONE or os.getpid() != self.process:
+            return
+        if self.verdict is None:
+            self.leave("it ended early; see what it printed", 1)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(self.verdict.code if self.verdict else self.mine.code)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether torch's collectives said it: they raise RuntimeError for everything."""
+    return isinstance(error, DistError) or isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo", "NCCL", "c10d"))
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine runs: neither ended nor suspended."""
+    try:
+        with open(f"/proc/{process}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZTtX"
+    except OSError:
+        return False

@@ -1,0 +1,121 @@
+"""Where the elements of the 16 tensors lie in a flat arena: all of them in file order, or the share of one of N ranks.
+
+A share holds, tensor after tensor and within a tensor layer after layer, the same N-th of each layer's elements. So it looks like a
+smaller model, every layer of it is summed or gathered in place, and it is what llm.c's ZeRO-1 keeps and writes. With tensor
+parallelism the layers that are shared out are a rank's parts of the whole ones.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from llmc.config import ModelConfig
+from llmc.memory.tables import PARAMETERS, Parameter, parameter_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """One of the 16 tensors in a flat arena; all numbers are elements."""
+
+    parameter: Parameter
+    layers: int
+    start: int  # where it begins in the arena
+    elements: int  # of a layer, in this arena
+    first: int  # which of the elements of this part of the layer is the first of them
+    whole_start: int  # where it begins in an arena that holds all of this part
+    whole_elements: int  # of a layer, in that
+    shape: tuple[int, ...]  # of a layer of this part
+    part: int = 0  # which part
+    parts: int = 1
+    file_start: int = 0  # where it begins in a file, which holds all parts
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    def layer(self, l: int) -> slice:
+        """Where layer l lies in the arena."""
+        return slice(self.start + l * self.elements, self.start + (l + 1) * self.elements)
+
+    @property
+    def file_elements(self) -> int:
+        """Of a layer in a file."""
+        return self.whole_elements * (1 if self.parameter.split is None else self.parts)
+
+    @property
+    def noise_first(self) -> int:
+        """Which element of the whole layer counts as the first here for the noise of rounding; exact but for columns and blocks."""
+        return self.first + (0 if self.parameter.split is None else self.part * self.whole_elements)
+
+    def runs_of(self, l: int):
+        """(begin in the arena, begin in a file, elements) of what of layer l is here: neighbours in both."""
+        for begin, in_layer, n in self._runs_of_part():
+            first, last = max(begin, self.first), min(begin + n, self.first + self.elements)
+            if first < last:
+                yield (
+                    self.layer(l).start + first - self.first,
+                    self.file_start + l * self.file_elements + in_layer + first - begin,
+                    last - first,
+                )
+
+    def _runs_of_part(self):
+        """(begin in the part, begin in the whole layer, elements)"""
+        p, n = self.parameter, self.whole_elements
+        if p.split is None or self.parts == 1:
+            return [(0, 0, n)]
+        if p.split == 0:
+            n //= p.blocks
+            return [(b * n, (b * self.parts + self.part) * n, n) for b in range(p.blocks)]
+        columns = self.shape[1]
+        return [(row * columns, (row * self.parts + self.part) * columns, columns) for row in range(self.shape[0])]
+
+
+def flat_layout(config: ModelConfig, ranks: int = 1, rank: int = 0, parts: int = 1, part: int = 0) -> tuple[FlatTensor, ...]:
+    """The tensors in the share of one of `ranks` of one of `parts`; with one of each, in an arena that holds everything."""
+    tensors, start, file_start = [], 0, 0
+    for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()):
+        layers = shape[0] if p.per_layer else 1
+        whole = prod(shape) // layers
+        assert whole % ranks == 0, f"{ranks} ranks do not divide a layer of {p.name}"
+        t = FlatTensor(
+            p, layers, start, whole // ranks, whole // ranks * rank, start * ranks, whole, shape[p.per_layer :], part, parts, file_start
+        )  # fmt: skip
+        tensors.append(t)
+        start, file_start = start + layers * t.elements, file_start + layers * t.file_elements
+    return tuple(tensors)
+
+
+def runs(layout):
+    """(begin, begin in a file, elements) of everything in an arena of that layout, neighbours in both as one."""
+    run = None
+    for here, whole, n in (each for t in layout for l in range(t.layers) for each in t.runs_of(l)):
+        if run and whole == run[1] + run[2]:
+            run[2] += n
+            continue
+        if run:
+            yield tuple(run)
+        run = [here, whole, n]
+    yield tuple(run)
+
+
+def divides(config: ModelConfig, ranks: int, parts: int = 1) -> bool:
+    """Whether every rank's share of every tensor is equally large: a part of any is a multiple of a part of C."""
+    return config.channels // parts % ranks == 0
+
+
+def gradient_groups(config: ModelConfig) -> dict:
+    """Key -> ((tensor, layer), ...) of the gradients that become complete together, in the order of the backward pass.
+
+    The key of a block is its number. The bias of a block's last projection is with the block above, or the last layernorm: its
+    gradient is that of the stream between them, which is summed up there.
+    """
+    L, blocks = config.num_layers, [p.name for p in PARAMETERS if p.per_layer and p.name != "fcprojb"]
+    groups = {"lnf": (("lnfw", 0), ("lnfb", 0), ("fcprojb", L - 1))}
+    for l in reversed(range(L)):
+        groups[l] = tuple((name, l) for name in blocks) + ((("fcprojb", l - 1),) if l else ())
+    return groups | {"encoder": (("wte", 0), ("wpe", 0))}
+
+
+def weight_groups(config: ModelConfig) -> dict:
+    """Key -> ((tensor, layer), ...) of the weights that are needed together: those of no layer, then layer by layer."""
+    outer = tuple((p.name, 0) for p in PARAMETERS if not p.per_layer)
+    return {"outer": outer} | {l: tuple((p.name, l) for p in PARAMETERS if p.per_layer) for l in range(config.num_layers)}

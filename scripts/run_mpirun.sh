@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# GPT-2 124M on 10B tokens on several machines with Open MPI, which only starts the ranks. Start it on the first machine of HOSTS:
+#
+#   HOSTS=node01:8,node02:8 scripts/run_mpirun.sh            # 8 ranks, and GPUs, on each
+#
+# One machine needs no HOSTS, only RANKS. mpirun ends all ranks when one fails and passes its exit code on: a lost rank (4) starts all
+# of them again from the newest checkpoint, something to correct (2) or too little memory (3) ends the loop.
+hosts=${HOSTS:-localhost:${RANKS:-8}}
+export MASTER_ADDR=${MASTER_ADDR:-${hosts%%[:,]*}} # rank 0 runs on the first host
+export LAUNCH="mpirun --host $hosts --map-by slot --bind-to none -x MASTER_ADDR -x MASTER_PORT=${MASTER_PORT:-12345}"
+exec "$(dirname "$0")/run_until_done.sh" "${LOG_DIR:-log_gpt2_124M_multi}" 18865 \
+    -e d12 \
+    -i "dev/data/fineweb10B/fineweb_train_*.bin" \
+    -j "dev/data/fineweb10B/fineweb_val_*.bin" \
+    -b 32 -t 1024 -d 524288 \
+    -r 0 -z 1 \
+    -l 0.0006 -u 700 -q 0.0 -c 0.1 \
+    -v 250 -s 20000 -g 144 -h 1 \
+    -n 1000

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# GPT-2 124M on 10B tokens under Slurm: one task per GPU. From the repository, on a disk that all nodes share:
+#
+#   sbatch scripts/run_slurm.sh                              # --nodes=4 and the like on the command line win over what is here
+#
+# A lost rank (exit code 4) starts a new step on the same nodes, from the newest checkpoint. A lost node ends the job: it is queued
+# again and goes on from there too.
+#SBATCH --job-name=gpt2_124M
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+export LAUNCH="srun --kill-on-bad-exit=1 --cpus-per-task=${SLURM_CPUS_PER_TASK:-8}"
+exec "${SLURM_SUBMIT_DIR:-.}/scripts/run_until_done.sh" "${LOG_DIR:-log_gpt2_124M_multi}" 18865 \
+    -e d12 \
+    -i "dev/data/fineweb10B/fineweb_train_*.bin" \
+    -j "dev/data/fineweb10B/fineweb_val_*.bin" \
+    -b 32 -t 1024 -d 524288 \
+    -r 0 -z 1 \
+    -l 0.0006 -u 700 -q 0.0 -c 0.1 \
+    -v 250 -s 20000 -g 144 -h 1 \
+    -n 1000

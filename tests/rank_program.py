@@ -1,0 +1,73 @@
+"""One rank of several: meets the others, adds up numbers with them step by step, and at step 10 does what its first word says.
+
+    python rank_program.py end|kill|once|stop|hang|user|bug|deaf WHO FLAGS...
+
+WHO is the rank that does it. once: it is killed, unless torchrun says that this is not the first try. deaf: all the others sleep, as in a
+collective that never ends, and WHO is killed. A rank that came to its end prints its number and the sum.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from llmc.distributed import close_world, find_place, open_world, prepare_torch, told
+from llmc.errors import RankLost, UserError
+from llmc.flags import parse
+
+
+def main() -> int:
+    what, who, flags = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    if what == "once":
+        what = "kill" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "end"
+    settings = parse(flags)
+    try:
+        place = find_place(settings)
+        prepare_torch(place, 1)
+        world = open_world(place, "cpu", settings.timeout)
+        with told(world):
+            total = steps(world, what, who)
+        close_world(world)
+        print(f"rank {world.rank} of {world.num_processes}: {total}\n", end="", flush=True)  # one write: torchrun mixes them
+        return 0
+    except RankLost as error:
+        if not error.said_elsewhere:
+            print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def steps(world, what: str, who: int) -> int:
+    """20 steps, or as many as it takes; the sum of all ranks' numbers from 1."""
+    import torch
+
+    for step in range(20 if what == "end" else 10**6):
+        world.progress(f"step {step}")
+        if step == 10 and what != "end":
+            happen(what, world.rank == who)
+        number = torch.tensor(world.rank + 1)
+        torch.distributed.all_reduce(number)
+        time.sleep(0.01 if what == "end" else 0.2)  # a beat tells the progress of up to a second ago
+    return number.item()
+
+
+def happen(what: str, mine: bool):
+    if what == "deaf":
+        time.sleep(1 if mine else 1000)  # the others sleep by then
+    if not mine:
+        return
+    if what in ("kill", "deaf"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "hang":
+        time.sleep(1000)
+    if what == "user":
+        raise UserError("the disk is full; make room")
+    raise ZeroDivisionError("a bug")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

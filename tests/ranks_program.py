@@ -1,0 +1,99 @@
+"""The program on several ranks that meet by llm.c's flags, each forked from a process that has torch already, which saves two seconds."""
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from test_loop import words_of
+
+import train_gpt2
+
+LONGEST_S = 200
+
+
+def rank_of(argv, rank, out, err, hook):
+    """One rank, in a process of its own."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    sys.stdout.reconfigure(line_buffering=True)
+    train_gpt2.measure_matmul_tflops = lambda *_: 1.0  # it costs half a second
+    if hook:
+        record_served(Path(hook) / f"served_{rank}")
+    sys.exit(train_gpt2.main(argv))
+
+
+def record_served(path):
+    """Add a line "shard start end" to a file for the inputs of every batch that the training loader serves."""
+    from llmc.data.shards import TokenLoader
+
+    real = TokenLoader._checked_tokens
+
+    def checked_tokens(self, shard, tokens, start, end):
+        if self.flag == "-i":
+            with open(path, "a") as file:
+                print(shard, start, end - 1, file=file)
+        return real(self, shard, tokens, start, end)
+
+    TokenLoader._checked_tokens = checked_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Ranks that run."""
+
+    processes: list
+    files: list  # (out, err) of each
+
+    def out(self, rank=0) -> str:
+        return Path(self.files[rank][0]).read_text()
+
+    def await_line(self, words: str) -> None:
+        """Until rank 0 has printed them."""
+        deadline = time.monotonic() + LONGEST_S
+        while words not in self.out():
+            assert time.monotonic() < deadline and self.processes[0].is_alive(), [Path(err).read_text() for _, err in self.files]
+            time.sleep(0.01)
+
+    def ended(self) -> list[SimpleNamespace]:
+        """code, out and err of each, when all have ended."""
+        try:
+            for process in self.processes:
+                process.join(LONGEST_S)
+        finally:
+            for process in self.processes:
+                process.kill()
+        return [
+            SimpleNamespace(code=process.exitcode, out=Path(out).read_text(), err=Path(err).read_text())
+            for process, (out, err) in zip(self.processes, self.files)
+        ]
+
+
+def start(n: int, folder: Path, *argv, own=None, hook="") -> Started:
+    """n ranks that meet in `folder`. own: more words of one rank, by rank. hook: a folder for served_R, what rank R is trained on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "numba"])
+    folder.mkdir(exist_ok=True)
+    processes, files = [], [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(n)]
+    for rank in range(n):
+        meet = ["-pn", n, "-pr", rank, "-pi fs -pp", folder] if n > 1 else []
+        words = words_of(["--device cpu --threads 1", *meet, *argv, *(own or {}).get(rank, [])])
+        for path in files[rank]:
+            path.write_text("")
+        process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook), daemon=True)
+        with patch.dict(os.environ, NUMBA_NUM_THREADS="1"):  # the first fork's environment is that of all
+            process.start()
+        processes.append(process)
+    return Started(processes, files)
+
+
+def ran(n: int, folder: Path, *argv, **options) -> str:
+    """What rank 0 printed of a run in which all must succeed and no other says anything."""
+    ranks = start(n, folder, *argv, **options).ended()
+    assert [(rank.code, rank.err) for rank in ranks] == [(0, "")] * n, ranks
+    assert not any(rank.out for rank in ranks[1:])
+    return ranks[0].out

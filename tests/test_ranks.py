@@ -1,0 +1,239 @@
+"""Several ranks as their user sees them: the same files at every -z, stops, resumes by any number of ranks, refusals."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from case_a import CONFIG, EVAL_EXAMPLES, write_case_a
+from conftest import REPO
+from ranks import environment
+from ranks_program import LONGEST_S, ran, start
+from test_loop import inputs, losses, words_of
+
+from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
+
+N = num_parameters(CONFIG)
+COMMON = "-t 32 -l 3e-3 -u 3 -q 0.1 -c 0.1 --kernels torch"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Path:
+    return write_case_a(tmp_path_factory.mktemp("case_a"))
+
+
+def state_tensors(folder, step, rank, n=1) -> list[np.ndarray]:
+    """m, v and master of a state file, which holds an n-th of them."""
+    return np.split(np.fromfile(folder / f"state_{step:08d}_{rank:05d}.bin", "<f4", 3 * N // n, offset=1024), 3)
+
+
+def share_of(flat, rank, n) -> np.ndarray:
+    """llm.c's: of each layer of each tensor the rank's n-th."""
+    parts, at = [], 0
+    for p, shape in zip(PARAMETERS, parameter_shapes(CONFIG).values()):
+        size = int(np.prod(shape))
+        parts.append(flat[at : at + size].reshape(shape[0] if p.per_layer else 1, n, -1)[:, rank].ravel())
+        at += size
+    return np.concatenate(parts)
+
+
+def files(folder, *names) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in names]
+
+
+def steps_in(folder) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("DONE_*"))
+
+
+# ----------------------------------------------------------------------------
+# files and numbers
+
+
+FLAGS = "-b 2 -x 4 -n 4 -v 2 -m 2 -s 2 -g 6"
+
+
+@pytest.fixture(scope="module")
+def stages(case, tmp_path_factory):
+    """(folder, what was printed) of two ranks at -z 0, 1, 2 and 3."""
+    runs = []
+    for z in range(4):
+        folder = tmp_path_factory.mktemp(f"z{z}")
+        runs.append((folder / "log", ran(2, folder, *inputs(case), COMMON, FLAGS, "-z", z, "-r", (1, 0, 6, 2)[z], "-o", folder / "log")))
+    return runs
+
+
+def numbers_of(out) -> list[str]:
+    """Every loss, norm and rate of steps and validations, and samples, as printed."""
+    samples = re.findall(r"generating:\n---\n.*?\n---", out, re.S)
+    return re.findall(r"^(?:step .*? lr \S+|val loss \S+)", out, re.M) + samples
+
+
+def test_every_stage_prints_the_same_numbers_and_writes_the_same_model_and_log(stages):
+    (first, printed), *others = stages
+    assert len(numbers_of(printed)) == 4 + 3 + 2
+    for folder, out in others:
+        assert numbers_of(out) == numbers_of(printed)
+        assert files(folder, "model_00000004.bin", "main.log") == files(first, "model_00000004.bin", "main.log")
+    for z, (folder, out) in enumerate(stages):
+        assert "| num_processes         | 2 " in out and f"| zero_stage            | {z} " in out
+        assert "| total batch size      | 128 " in out and "=> setting grad_accum_steps=1\n" in out
+        assert "batch_size B=2 * seq_len T=32 * num_processes=2 and total_batch_size=128\n" in out
+        names = {"main.log", "speed.log", "memory.json", "model_00000004.bin", "DONE_00000004"}
+        assert {path.name for path in folder.iterdir()} == names | {
+            f"{kind}_00000004_{rank:05d}.{end}" for kind, end in (("state", "bin"), ("extra", "json")) for rank in (0, 1)
+        }
+
+
+def test_from_stage_1_on_a_rank_s_state_file_is_llmc_s_share_of_each_layer(stages):
+    """At stage 0 both hold everything."""
+    (first, _), *others = stages
+    whole = state_tensors(first, 4, 0)
+    assert all(map(np.array_equal, whole, state_tensors(first, 4, 1)))
+    for folder, _ in others:
+        for rank in (0, 1):
+            shares = state_tensors(folder, 4, rank, 2)
+            assert all(np.array_equal(share, share_of(tensor, rank, 2)) for share, tensor in zip(shares, whole))
+            raw, of_whole = (at / f"state_00000004_{rank:05d}.bin" for at in (folder, first))
+            header = np.fromfile(raw, "<i4", 256)
+            assert header[:6].tolist() == [20240527, 1, 2, rank, 1, 1] and np.array_equal(header, np.fromfile(of_whole, "<i4", 256))
+            assert raw.read_bytes()[1024 + 6 * N :] == of_whole.read_bytes()[1024 + 12 * N :], "the loader's section"
+
+
+def test_torchrun_s_ranks_are_those_of_the_flags(case, stages, tmp_path):
+    argv = words_of([*inputs(case), COMMON, FLAGS, "-z 2 --device cpu --threads 1 -o", tmp_path / "log"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train_gpt2.py"]
+    done = subprocess.run([*torchrun, *argv], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=LONGEST_S)
+    assert done.returncode == 0 and numbers_of(done.stdout) == numbers_of(stages[2][1]), done.stderr
+    names = ("model_00000004.bin", "main.log", "state_00000004_00000.bin", "state_00000004_00001.bin")
+    assert files(tmp_path / "log", *names) == files(stages[2][0], *names)
+
+
+def test_several_micro_steps_log_what_one_rank_logs_of_the_same_tokens(case, tmp_path):
+    """-a 1 reads data in order: one rank's -b 4 is two ranks' -b 2. Losses are printed to 6 digits, norms to 4."""
+    argv = [*inputs(case), COMMON, "-d 256 -a 1 -x 5 -v 0 -s 0"]
+    outs = [ran(1, tmp_path / "one", *argv, "-b 4"), *(ran(2, tmp_path / f"two{z}", *argv, "-b 2 -z", z) for z in (0, 2))]
+    for out in outs[1:]:
+        assert "=> setting grad_accum_steps=2\n" in out
+        found, expected = (np.array(re.findall(r"loss (\S+) .*? norm (\S+) ", text), float) for text in (out, outs[0]))
+        assert len(found) == 5 and (abs(found - expected) <= [[2e-6, 2e-4]]).all()
+
+
+def test_shares_of_an_evaluation_that_are_not_equal_give_what_one_rank_finds(case, tmp_path):
+    """50 examples on three ranks, which do not divide C either; -x 0 only evaluates."""
+    argv = [*inputs(case), COMMON, "-x 0 -v 1 -m 3 -s 0 -h 1 --hellaswag-data", case / "eval.bin"]
+    outs = [ran(1, tmp_path / "one", *argv, "-b 6"), ran(3, tmp_path / "three", *argv, "-b 2")]
+    scores = [re.findall(r"^HellaSwag: (\d+)/(\d+)", out, re.M) for out in outs]
+    assert scores[0] == scores[1] and scores[0][0][1] == str(EVAL_EXAMPLES)
+    found = [float(*re.findall(r"^val loss (\S+)", out, re.M)) for out in outs]
+    assert abs(found[0] - found[1]) <= 2e-6
+
+
+# ----------------------------------------------------------------------------
+# stopping and going on
+
+
+LONG = "-b 2 -x 30 -n 30 -v 10 -m 1 -s 0"
+
+
+@pytest.mark.parametrize("number, whom, z", [(signal.SIGTERM, [1], 2), (signal.SIGTERM, [0], 3), (signal.SIGINT, [0, 1], 1)])
+def test_asked_to_stop_all_ranks_write_one_checkpoint_and_go_on_from_it_to_the_same_bytes(case, tmp_path, number, whom, z):
+    argv = [*inputs(case), COMMON, LONG, "-z", z]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    ran(2, tmp_path / "a", *argv, "-o", straight)
+    ranks = start(2, tmp_path / "b", *argv, "-o", stopped)
+    ranks.await_line("step    3/30")
+    for rank in whom:
+        os.kill(ranks.processes[rank].pid, number)
+    ended = ranks.ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2
+    done = len(losses(ended[0].out))
+    assert steps_in(stopped) == [done] and done < 30
+    ran(2, tmp_path / "c", *argv, "-y 1 -o", stopped)
+    names = ("main.log", "model_00000030.bin", *(f"{kind}_00000030_0000{rank}.{end}" for kind, end in (("state", "bin"), ("extra", "json"))
+             for rank in (0, 1)))  # fmt: skip
+    assert files(stopped, *names) == files(straight, *names)
+
+
+def keep_only(folder, step, target):
+    """A copy of the folder with the checkpoint of that step alone."""
+    shutil.copytree(folder, target, ignore=lambda _, names: [name for name in names if f"{step:08d}" not in name and "log" not in name])
+    return target
+
+
+def test_a_run_goes_on_on_other_numbers_of_ranks_and_serves_its_epoch_once(case, tmp_path):
+    """2 ranks, 1, 4 with other -b and -t. However each shared its tensors out, the same bits; no input is trained on twice."""
+    ends, served = [], []
+    legs = (2, "-b 4 -t 64 -x 4"), (1, "-b 4 -t 64 -x 7"), (4, "-b 1 -t 32 -x 20")
+    for zs in ((1, 0, 3), (0, 0, 1)):
+        folder = tmp_path / f"z{zs[0]}"
+        folder.mkdir()
+        for (n, flags), z in zip(legs, zs):
+            hook = folder / f"served_by_{n}"
+            hook.mkdir()
+            argv = [*inputs(case), "-l 1e-3 -k constant --kernels torch -n 100 -v 0 -s 0 -o", folder / "log", flags, "-z", z, "-y 1"]
+            out = ran(n, folder / f"ranks_{n}", *argv, hook=hook)
+            assert "resuming at step" in out or n == 2
+            served += [(folder, *map(int, line.split())) for path in hook.iterdir() for line in path.read_text().splitlines()]
+        ends.append(files(folder / "log", "model_00000020.bin", "main.log"))
+        assert steps_in(folder / "log") == [4, 7, 20]
+        inputs_served = [(shard, p) for at, shard, first, end in served if at == folder for p in range(first, end)]
+        assert len(inputs_served) == len(set(inputs_served)) == 4 * 512 + 3 * 256 + 13 * 128
+    assert ends[0] == ends[1]
+
+
+def test_what_one_rank_wrote_and_what_two_shared_out_resume_to_the_same_bits(case, stages, tmp_path):
+    """The same checkpoint from -z 0 to 3, gone on with by 4 ranks at other stages."""
+    ends = []
+    for z, (folder, _) in enumerate(stages):
+        target = keep_only(folder, 4, tmp_path / f"from_z{z}")
+        argv = [*inputs(case), COMMON, "-b 1 -x 6 -n 6 -v 0 -s 0 -y 1 -o", target, "-z", 3 - z]
+        ran(4, tmp_path / f"ranks_{z}", *argv)
+        ends.append(files(target, "model_00000006.bin"))
+    assert all(end == ends[0] for end in ends)
+
+
+# ----------------------------------------------------------------------------
+# refusals
+
+
+REFUSED = {  # name -> ranks, flags, more of rank 1, what each rank that says something must say
+    "-z needs equal shares": (3, "-b 1 -z 1", "", "-z 1 shares every tensor out over 3 processes, which do not divide C = 64"),
+    "-d of other ranks": (2, "-b 2 -d 192", "", "-d 192 is not a multiple of B*T*processes = 2*32*2 = 128; use -d 128 or 256"),
+    "other flags": (2, "-b 2", "-b 4", "-b (--batch-size) is 4 on rank 1 and 2 on rank 0"),
+    "another -n": (2, "-b 2", "-n 3", "-n (--checkpoint-every) is 3 on rank 1 and 0 on rank 0"),
+    "a missing file": (2, "-b 2", "-j nowhere.bin", "nowhere.bin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_a_sentence_and_code_2_on_every_rank(case, tmp_path, name):
+    n, flags, of_rank_1, words = REFUSED[name]
+    argv = [*inputs(case), COMMON, "-x 3 -v 1 -m 1 -s 0", flags]
+    ranks = start(n, tmp_path, *argv, own={1: [of_rank_1]}).ended()
+    assert [rank.code for rank in ranks] == [2] * n, ranks
+    said = [rank.err for rank in ranks if rank.err]
+    assert said and all(err.startswith("error: ") and err.count("\n") == 1 and words in err for err in said), said
+
+
+def test_ranks_that_see_different_checkpoints_do_not_train_from_both(case, stages, tmp_path):
+    """Worth another try, so not code 2."""
+    argv = [*inputs(case), COMMON, "-b 2 -x 6 -v 0 -s 0 -y 1"]
+    ranks = start(2, tmp_path, *argv, own={0: ["-o", stages[1][0]], 1: ["-o", tmp_path / "elsewhere"]}).ended()
+    assert [rank.code for rank in ranks] == [4, 4] and ranks[1].err == ""
+    assert ranks[0].err.startswith("error: -y 1: some ranks found no checkpoint in -o, others that of step 4;")
+
+
+def test_a_rank_that_cannot_write_its_state_ends_the_others_with_its_sentence(case, tmp_path):
+    """Where a file stands in the way of rank 1's checkpoint: nothing is marked complete."""
+    folder = tmp_path / "log"
+    (folder / "state_00000002_00001.bin").mkdir(parents=True)
+    argv = [*inputs(case), COMMON, "-b 2 -x 4 -n 2 -v 0 -s 0 -o", folder]
+    ranks = start(2, tmp_path / "ranks", *argv).ended()
+    assert [rank.code for rank in ranks] == [2, 2] and steps_in(folder) == []
+    assert all("writing the state failed at" in rank.err and rank.err.count("\n") == 1 for rank in ranks)
+    assert ranks[0].err.startswith("error: rank 1 stopped: ")

@@ -1,0 +1,231 @@
+"""A rank that is gone, hangs or stops ends all the others, with one sentence that names it and an exit code for a restart loop.
+
+The judge is tested alone, with a clock that the test turns; then real processes are killed, suspended and made to hang, all runs at once,
+since what they do is mostly to wait.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from ranks import KILLED, ends, start_all
+
+from llmc.distributed.rendezvous import Member
+from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge
+
+MEMBERS = tuple(Member("machine", f"host{rank}", 100 + rank, "") for rank in range(3))
+TIMEOUT_S = 60
+
+
+class Case:
+    """A judge, and what it hears: everybody beats unless told otherwise."""
+
+    def __init__(self, rank: int = 0, **options):
+        self.judge = Judge(rank, MEMBERS, TIMEOUT_S, **{"has_agent": False, "waits_silently": False} | options)
+        self.beats = {each: Beat(progress="step 7") for each in (range(3) if rank == 0 else (0,))}
+        self.silent, self.store_answers, self.now, self.heard = set(), True, 0.0, Heard()
+
+    def says(self, rank: int, **fields):
+        self.beats[rank] = replace(self.beats[rank], **fields)
+
+    def passes(self, seconds: float):
+        """Time; the first verdict on the way, or None."""
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            self.judge.look(self.now)
+            if self.store_answers:
+                for rank in self.beats.keys() - self.silent:
+                    self.says(rank, count=self.beats[rank].count + 1)
+                self.heard = Heard(self.heard.exchanges + 1, dict(self.beats))
+            if verdict := self.judge.verdict(self.heard):
+                return verdict
+        return None
+
+
+def test_a_run_in_which_all_beat_goes_on():
+    """However long a step takes, as long as nobody is ahead; also for a rank that looks at rank 0 only."""
+    assert Case().passes(10 * TIMEOUT_S) is None
+    assert Case(rank=2).passes(10 * TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_silent_rank_is_gone_after_five_seconds(who):
+    case = Case()
+    assert case.passes(3) is None
+    case.silent.add(who)
+    assert case.passes(LOST_AFTER_S - 1) is None
+    verdict = case.passes(2)
+    assert verdict.sentence.startswith(
+        f"rank {who} of 3 (host host{who}, process {100 + who}) is gone: it stopped answering 6 seconds ago, in step 7; "
+    )
+    assert verdict.sentence.endswith("start all ranks again, with -y 1 to resume") and (verdict.code, verdict.speaker) == (4, 0)
+
+
+def test_the_others_miss_rank_0_themselves():
+    """Its store, or where torchrun has the store, its beat."""
+    for has_agent in (False, True):
+        case = Case(rank=2, has_agent=has_agent)
+        case.passes(1)
+        case.silent.add(0)
+        verdict = case.passes(LOST_AFTER_S + 2)
+        assert verdict.sentence.startswith("rank 0 of 3 (host host0, process 100) is gone") and verdict.speaker is None
+    for has_agent, culprit in ((False, "rank 0 of 3"), (True, "torchrun, which held the ranks together, is gone")):
+        case = Case(rank=2, has_agent=has_agent)
+        case.passes(1)
+        case.store_answers = False
+        assert case.passes(LOST_AFTER_S - 1) is None
+        assert case.passes(2).sentence.startswith(culprit)
+
+
+def test_a_store_that_breaks_off_is_lost_at_once():
+    case = Case(rank=1)
+    case.passes(1)
+    case.store_answers, case.heard = False, replace(case.heard, lost=True)
+    assert "rank 0 of 3 (host host0, process 100) is gone: it stopped answering just now, in step 7" in case.passes(0.5).sentence
+
+
+def test_a_pause_of_the_observer_is_nobody_s_silence():
+    """This process was suspended for an hour, and the others' last beats are as old."""
+    case = Case()
+    case.passes(3)
+    case.now += 3600
+    case.silent = {1, 2}
+    assert case.passes(2) is None
+    case.silent = set()
+    assert case.passes(20) is None
+
+
+@pytest.mark.parametrize("code,expected", [(1, 4), (2, 2), (3, 3), (130, 130), (-9, 4)])
+def test_a_rank_that_stops_says_why(code, expected):
+    """Where trying again would stop it again, the others' restart loops end too."""
+    case = Case()
+    case.says(2, left="the disk is full; make room", code=code)
+    verdict = case.passes(1)
+    assert (verdict.sentence, verdict.code, verdict.speaker) == ("rank 2 stopped: the disk is full; make room", expected, 0)
+
+
+def test_rank_0_s_own_stop_is_said_by_the_lowest_that_lives():
+    case = Case()
+    case.passes(1)
+    case.silent.add(1)
+    case.passes(LOST_AFTER_S - 1)
+    case.says(0, left="a bug", code=1)
+    assert case.passes(0.5).speaker == 1
+    case = Case()
+    case.says(0, left="a bug")
+    case.says(1, left="the same bug")
+    assert (case.passes(1).speaker, case.passes(1).sentence) == (1, "rank 0 stopped: a bug")
+
+
+def test_who_is_done_is_not_missed():
+    case = Case()
+    for rank in (1, 2):
+        case.says(rank, left=DONE)
+    case.silent = {1, 2}
+    assert case.passes(10 * TIMEOUT_S) is None
+    case.says(0, left=DONE)
+    assert case.passes(10 * TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_rank_behind_that_does_not_move_hangs(who):
+    case = Case()
+    case.passes(1)
+    for rank in {0, 1, 2} - {who}:
+        case.says(rank, sequence=1, progress="step 8")
+    assert case.passes(TIMEOUT_S - 3) is None
+    sentence = case.passes(5).sentence
+    assert sentence.startswith(
+        f"rank {who} of 3 (host host{who}, process {100 + who}) hangs: it has not moved for 60 s, in step 7, while rank"
+    )
+    assert "waits in step 8" in sentence and "raise --timeout (now 60 s)" in sentence
+
+
+def test_a_rank_behind_that_moves_does_not_hang():
+    case = Case()
+    case.says(0, sequence=100)
+    for step in range(10):
+        for rank in (1, 2):
+            case.says(rank, sequence=step)
+        assert case.passes(TIMEOUT_S - 5) is None
+
+
+def test_who_did_not_time_out_where_the_others_did_hangs():
+    """All are as far: the one that waits for nobody is the one they wait for."""
+    case = Case()
+    case.passes(1)
+    for rank in (0, 2):
+        case.says(rank, failed="Timed out waiting 3000ms for recv operation to complete")
+    assert case.passes(SETTLE_S - 1) is None
+    assert case.passes(2).sentence.startswith("rank 1 of 3 (host host1, process 101) hangs")
+
+
+def test_a_collective_that_fails_while_all_live_is_quoted():
+    case = Case()
+    case.passes(1)
+    case.says(1, failed="[gloo] Connection reset by peer")
+    assert case.passes(SETTLE_S - 1) is None
+    sentence = case.passes(2).sentence
+    assert sentence.startswith("a collective of rank 1 of 3 (host host1, process 101) failed in step 7: [gloo] Connection reset by peer;")
+
+
+def test_a_collective_that_failed_because_somebody_is_gone_is_not_what_is_said():
+    case = Case()
+    case.passes(1)
+    case.silent.add(2)
+    for rank in (0, 1):
+        case.says(rank, failed="Connection closed by peer")
+    assert "rank 2 of 3 (host host2, process 102) is gone" in case.passes(SETTLE_S).sentence
+
+
+def test_where_collectives_wait_for_ever_nobody_moving_is_a_hang():
+    case = Case(waits_silently=True)
+    case.passes(1)
+    assert case.passes(TIMEOUT_S - 3) is None
+    assert case.passes(5).sentence.startswith("none of the 3 ranks has moved for 60 s, in step 7;")
+
+
+# ----------------------------------------------------------------------------
+# real processes
+
+GONE = "rank {who} of {size} (host"
+RUNS = {  # what happens -> to whom, of how many; the code of the others; --timeout; how often what is said of it
+    "kill the store's": ("kill", 0, 3, 4, 60, GONE, "is gone: it stopped answering just now, in step"),
+    "kill another": ("kill", 1, 2, 4, 60, GONE, "is gone: it stopped answering", "in step", "; see what it printed last"),
+    "kill, collectives waiting for ever": ("deaf", 1, 3, 4, 60, GONE, "is gone: it stopped answering", "in step 10;"),
+    "suspend": ("stop", 1, 2, 4, 60, GONE, "is gone: it stopped answering"),
+    "suspend the store's": ("stop", 0, 2, 4, 60, GONE, "is gone: it stopped answering 5 seconds ago, in step"),
+    "hang": ("hang", 1, 2, 4, 10, GONE, "hangs: it has not moved for", "raise --timeout (now 10 s)"),
+    "an error of one": ("user", 1, 2, 2, 60, "rank {who} stopped: the disk is full; make room"),
+    "an error of the store's": ("user", 0, 3, 2, 60, "rank {who} stopped: the disk is full; make room"),
+    "a bug of one": ("bug", 1, 2, 4, 60, "rank {who} stopped: ZeroDivisionError: a bug"),
+}  # fmt: skip
+OWN_CODE = {"kill": KILLED, "deaf": KILLED, "stop": KILLED, "hang": 4, "user": 2, "bug": 1}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every run's ranks, ended. A few at a time: a rank is missed if it does not get a processor for five seconds."""
+
+    def result(name):
+        what, who, size, _, timeout, *_ = RUNS[name]
+        return ends(start_all(what, who, size, "-pi", "fs", "-pp", tmp_path_factory.mktemp("run"), "--timeout", timeout))
+
+    with ThreadPoolExecutor(6) as pool:
+        return dict(zip(RUNS, pool.map(result, RUNS)))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_others_end_and_one_of_them_says_why(results, name):
+    what, who, size, code, _, *words = RUNS[name]
+    words = [word.format(who=who, size=size) for word in words]
+    ranks = results[name]
+    others = [rank for rank in range(size) if rank != who]
+    assert [ranks[rank].code for rank in others] == [code] * len(others), ranks
+    assert ranks[who].code == OWN_CODE[what], ranks[who]
+    said = [ranks[rank].err for rank in others]
+    assert [err for err in said if err] == [said[0]] and said[0].count("\n") == 1 and said[0].startswith("error: "), said
+    assert all(word in said[0] for word in words), said[0]
+    own = {"user": "error: the disk is full; make room\n"}.get(what, "")
+    assert ranks[who].err == own or what == "bug" and "ZeroDivisionError: a bug" in ranks[who].err
+    assert not any(rank.out for rank in ranks)
