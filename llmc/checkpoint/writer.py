@@ -10,7 +10,7 @@ import torch
 
 from llmc.memory.arena import allocate, pin
 
-PIECE_BYTES = 4 << 20  # what is copied from a device, or given to a file, at a time
+PIECE_BYTES = 1 << 20  # what is copied from a device, to it, or given to a file, at a time
 
 
 class WriteAtOnce:
