@@ -33,7 +33,7 @@ from llmc.checkpoint.store import extra_path, prepare_folder
 from llmc.config import ModelConfig
 from llmc.distributed import Place, World, close_world, device_of, find_place, open_world, prepare_torch, told
 from llmc.errors import NotEnoughMemory, RankLost, UserError, is_out_of_memory
-from llmc.flags import Settings, format_help, parse, refuse_unbuilt
+from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.interrupt import StopRequest
 from llmc.kernels_cpu import compile_kernels
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
@@ -108,7 +108,7 @@ def main(argv=None) -> int:
 
 def open_run(s: Settings) -> SimpleNamespace:
     """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
-    refuse_unbuilt(s)
+    refuse_contradictions(s)
     place = find_place(s)
     source = choose_model(s)
     check_precision(s, source)

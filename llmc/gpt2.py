@@ -336,7 +336,7 @@ class GPT2:
 
     def _backward(self, grad_accum_steps, micro_step, staged):
         a, sharing = self.acts, self.sharing
-        self.accumulate = micro_step > 0 and self._layer_gradients is None  # else they are added to their shares
+        self.accumulate = micro_step > 0 and not self.plan.options.reduces_always  # else they are summed over ranks first
         if micro_step == 0:
             a["losses"].zero_()
 

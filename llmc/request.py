@@ -16,7 +16,7 @@ from llmc.checkpoint.store import extra_path, find_last_step, model_path
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World, different_from_first, smallest
 from llmc.errors import RankLost, UserError
-from llmc.flags import FLAGS, Settings, refuse_unbuilt
+from llmc.flags import FLAGS, Settings, refuse_contradictions
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
@@ -249,6 +249,11 @@ def plan_options(
             f"-z {s.zero_stage} shares every tensor out over {ranks} processes, which do not divide {channels}; "
             "use a number that does, or -z 0"
         )
+    if s.reduce_every_micro_step and not divides(config, ranks, parts):
+        raise UserError(
+            f"--reduce-every-micro-step 1 adds up sums in equal shares, and {ranks} processes have none of this model; "
+            "use a number that divides C, or leave it out"
+        )
     return PlanOptions(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
@@ -256,7 +261,7 @@ def plan_options(
         head_chunk=s.head_chunk, sample_length=s.sample_length, **({"processors": processors} if processors else {}),
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
-        async_checkpoint=bool(s.async_checkpoint),
+        async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
     )  # fmt: skip
 
 
@@ -295,7 +300,7 @@ def written_batch_size(s: Settings, model) -> int | None:
 
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
-    refuse_unbuilt(s)
+    refuse_contradictions(s)
     model, world = choose_model(s), World(num_processes=s.ranks or s.num_processes)
     check_precision(s, model)
     check_lengths(s, model.config)

@@ -109,11 +109,13 @@ class Forgetful(Sharing):
 
 
 def poison(model, slots_too=False):
-    """NaN (-1 in integers) into all of the activation arena but the losses, which survive micro-steps, and weights in their slots.
+    """NaN (-1 in integers) into all of the activation arena but what survives micro-steps, and weights in their slots.
 
     slots_too  before the norm and the update, in which slots are not alive
     """
     sharing, kept = model.sharing, [model.acts["losses"]]
+    if model.plan.options.reduces_always and "gradient_share" in model.acts:
+        kept.append(model.acts["gradient_share"])
     if sharing.size > 1 and sharing.stage == 3 and not slots_too:
         assert not sharing._coming, "nothing is on its way between two stages"
         kept += [tensor for key in sharing._in_slot.values() for tensor in sharing._weights[key]]

@@ -153,17 +153,20 @@ def test_every_recompute_level_gives_the_same_bits_and_none_counts_on_what_was_g
 
 @pytest.mark.parametrize("form", FORMS)
 def test_zero_stages_give_the_same_bits_on_four_ranks_of_two_parts(ranks, form):
-    """All of them for one micro-step; for several 0 and 1, and 2 and 3, which add them up in another order. All arenas are as planned."""
+    """All of them for one micro-step; for several 0 and 1, and 2 and 3, which add them up in another order unless 0 and 1 are told to
+    use theirs. All arenas are as planned."""
     levels = (1, 0, 5, 6)
     cases = [
         case(4, 2, stage, level=levels[stage], keep=stage == 1, accumulation=accumulation, steps=2, **FORMS[form])
         for accumulation in (1, 2) for stage in range(4)
     ]  # fmt: skip
+    told = FORMS[form] | {"forms": FORMS[form].get("forms", {}) | {"reduce_every_micro_step": True}}
+    cases += [case(4, 2, stage, accumulation=2, steps=2, **told) for stage in (0, 1)]
     answers = ranks.run(*cases, *(case(2, 2, accumulation=accumulation, steps=2, **FORMS[form]) for accumulation in (1, 2)))
-    one, two = ([everything(*run) for run in zip(cases[i : i + 4], answers[i : i + 4])] for i in (0, 4))
+    one, two, told = ([everything(*run) for run in zip(cases[i:j], answers[i:j])] for i, j in ((0, 4), (4, 8), (8, 10)))
     assert one[1] == one[0] and one[2] == one[0] and one[3] == one[0]
-    assert two[1] == two[0] and two[3] == two[2]
-    for four, seen in zip((one[0], one[0], two[0], two[2]), (answers[8], answers[8], answers[9], answers[9])):
+    assert two[1] == two[0] and two[3] == two[2] == told[0] == told[1]
+    for four, seen in zip((one[0], one[0], two[0], two[2]), (answers[10], answers[10], answers[11], answers[11])):
         # the sum over four sequences is one over two ranks: of bf16 gradients rounded once more
         tolerance = 2.0**-20 if form == "fp32" else 2.0**-8
         np.testing.assert_allclose(four["losses"], seen[0]["losses"], rtol=tolerance)

@@ -101,6 +101,15 @@ def test_with_several_micro_steps_stages_0_and_1_and_stages_2_and_3_give_the_sam
         assert_same_bits(run, [case(ranks, stage, collectives=how, **common) for stage in stages for how in ("real", "late")])
 
 
+@all_forms
+def test_where_every_micro_step_is_summed_over_ranks_all_stages_give_the_same_bits(run, kernels, form, ranks):
+    common = dict(kernels=kernels, accumulation=3, steps=2, poisoned=True)
+    everywhere = FORMS[form] | {"reduce_every_micro_step": True}
+    changes = [(0, "early"), (0, "late"), (1, "late"), (2, "early"), (3, "early")]
+    cases = [case(ranks, stage, forms=everywhere, collectives=how, **common) for stage, how in changes]
+    assert_same_bits(run, [case(ranks, 2, forms=FORMS[form], **common), *cases])
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
 def test_every_recompute_level_gives_the_same_bits(run, layers):
     """Also -r 6, whose segments run blocks forward again before they are run backward: each needs its weights twice."""
@@ -204,14 +213,14 @@ def expected_sent(one) -> dict:
 
     Of a ring, each rank sends (n - 1) / n of what is summed into shares or gathered from them, and twice that of what is summed whole.
     With A micro-steps:
-      gradients  stages 0, 1  once                       stages 2, 3  A times
+      gradients  stages 0, 1  once, or A times if asked  stages 2, 3  A times
                  stage 0 then gathers their sums, or, where the ranks do not divide C, sums them whole instead
       weights    stages 1, 2  once                       stage 3      each time a layer is needed that is not in its slot
     and everywhere the few numbers of combine().
     """
     o, A = one.options, one.accumulation
     P, G = (num_parameters(o.config) * DTYPE_BYTES[t] for t in (o.precision, o.gradients))
-    sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 else 1)}
+    sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 or o.reduce_every_micro_step else 1)}
     if o.zero_stage == 0:
         sent["all-gather"] += G
     elif o.zero_stage < 3:
@@ -243,6 +252,7 @@ def fetched_layers(o, A) -> int:
 def test_what_a_rank_sends_is_what_the_stage_must(run, ranks, stage):
     cases = [case(ranks, stage, layers=layers, level=level, accumulation=A, forms=FORMS["bf16"], steps=1)
              for layers, level in ((1, 0), (3, 0), (5, 2), (5, 6)) for A in (1, 3)]  # fmt: skip
+    cases.append(case(ranks, stage, accumulation=3, forms=FORMS["bf16"] | {"reduce_every_micro_step": True}, steps=1))
     if stage == 0:
         cases.append(case(ranks, 0, config=replace(CONFIG, num_heads=3, channels=45), forms=FORMS["fp32"], steps=1))
     for one, seen in zip(cases, run(*cases)):

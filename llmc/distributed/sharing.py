@@ -1,9 +1,10 @@
 """What the ranks that train one model do together: gradients summed, weights gathered, layer by layer, beside the computing.
 
 What of it a rank holds whole, and what only a share of, is the plan's business (ZeRO, Rajbhandari et al. 2019). Every stage sums the
-same tensors in the same shares and updates the same elements with the same noise, so all stages give the same bits; but for
-several micro-steps, whose gradients stages 2 and 3 must add up after the ranks' and the others can before. (On a CPU without numba
-torch rounds the last elements of a tensor otherwise than whole vectors: there shares must be multiples of 16 elements for that.)
+same tensors in the same shares and updates the same elements with the same noise, so all stages give the same bits. With several
+micro-steps stages 2 and 3 must sum over ranks before they add up micro-steps; the others do where they are told to, at the price of
+sending as much. (On a CPU without numba torch rounds the last elements of a tensor otherwise than whole vectors: there shares must
+be multiples of 16 elements for that.)
 """
 
 import torch
@@ -113,6 +114,7 @@ class Sharing(Alone):
         o, config, acts = self.options, model.config, model.acts
         layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.parts.rank) if o.shares else ()
         self._acts, self._layout = acts, {t.name: t for t in layout}
+        self._gradient_shares = acts["gradient_share"] if "gradient_share" in acts else self._flat["gradients"]
         self._weights = {k: [model.weight(*of).view(-1) for of in group] for k, group in self._weight_groups.items()}
         self._gradients = {k: [model.gradient(k, *of).view(-1) for of in group] for k, group in self._gradient_groups.items()}
 
@@ -170,29 +172,32 @@ class Sharing(Alone):
                 self._take(other)
 
     def complete(self, key, adding, last):
-        if not (last or self.stage >= 2):
+        if not (last or self.options.reduces_always):
             return
         if self.parts.size > 1:
             names = [name for name, _ in self._gradient_groups[key]]
             self.parts.group.sum_whole([t for t, name in zip(self._gradients[key], names) if name in SUMMED_OVER_PARTS]).wait()
         if not self.options.shares:
-            self._sums[key] = self.group.sum_whole(self._gradients[key]), adding
+            self._sums[key] = self.group.sum_whole(self._gradients[key]), adding, last
             return
         if self.stage == 0:  # the sums before can be spread while these come together
             for other in list(self._sums):
                 self._take(other)
-        self._sums[key] = self.group.sum_shares(self._gradients[key]), adding
+        self._sums[key] = self.group.sum_shares(self._gradients[key]), adding, last
 
     def _take(self, key):
         """Wait for the sums of a group, and do with them what the stage wants: spread them, leave them, or keep a share."""
-        handle, adding = self._sums.pop(key)
+        handle, adding, last = self._sums.pop(key)
         handle.wait()
-        if self.stage == 0 and self.options.shares:
-            self._spreading.append(self.group.gather_shares(self._gradients[key]))
-        if self.stage >= 2:
+        spread = self.stage == 0 and self.options.shares and last
+        if self.options.reduces_always:
             for (name, l), tensor in zip(self._gradient_groups[key], self._gradients[key]):
-                share, new = self._flat["gradients"][self._layout[name].layer(l)], self.group.share(tensor)
+                share, new = self._gradient_shares[self._layout[name].layer(l)], self.group.share(tensor)
                 share.add_(new) if adding else share.copy_(new)
+                if spread:
+                    new.copy_(share)
+        if spread:
+            self._spreading.append(self.group.gather_shares(self._gradients[key]))
 
     def finish(self):
         for key in list(self._sums):
@@ -202,17 +207,18 @@ class Sharing(Alone):
 
     def _norm_of_undivided(self):
         """Of the gradients that all parts have alike, in what gradients() gave."""
-        flat = self._acts["gradient_share"] if self.stage < 2 and self.options.shares else self._flat["gradients"]
+        flat = self._gradient_shares if self.options.shares else self._flat["gradients"]
         tensors = [t for t in self._model.layout_of("gradients", self.options.shares) if t.parameter.split is None]
         norms = [torch.linalg.vector_norm(flat[t.start : t.start + t.layers * t.elements], dtype=torch.float32) for t in tensors]
         return torch.stack(norms).square().sum().sqrt()
 
     def gradients(self):
-        if self.stage >= 2 or not self.options.shares:
+        if not self.options.shares:
             return self._flat["gradients"]
-        for packed, whole in self._shares("gradient_share", "gradients"):
-            packed.copy_(whole)
-        return self._acts["gradient_share"]
+        if not self.options.reduces_always:  # else they are there already
+            for packed, whole in self._shares("gradient_share", "gradients"):
+                packed.copy_(whole)
+        return self._gradient_shares
 
     def combine(self, numbers, loss_sum, grad_norm):
         o, mine = self.options, numbers[self.whole.rank]
@@ -237,7 +243,7 @@ class Sharing(Alone):
         for packed, whole in self._shares("parameter_share", "parameters"):
             packed.copy_(whole)
         flat = self._flat | {"parameters": self._acts["parameter_share"]}
-        return flat | {"gradients": self._acts["gradient_share"]} if self.stage == 1 else flat
+        return flat | {"gradients": self._gradient_shares} if self.stage == 1 else flat
 
     def spread(self):
         self.settle()

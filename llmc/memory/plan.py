@@ -79,6 +79,7 @@ class PlanOptions:
     ranks: int = 1  # that train on data of their own
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
+    reduce_every_micro_step: bool = False  # gradients are summed over ranks after each, as stages 2 and 3 must; else after the last
     keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
     processors: int = 132  # of the card, an H100's: flash attention allocates by them
     async_checkpoint: bool = False  # checkpoints are written beside training, from a copy in host memory
@@ -122,6 +123,11 @@ class PlanOptions:
     def shares(self) -> bool:
         """Whether several ranks sum up the gradient in equal shares; else, at stage 0, as a whole."""
         return self.ranks > 1 and divides(self.config, self.ranks, self.tensor_parallel)
+
+    @property
+    def reduces_always(self) -> bool:
+        """Whether ranks sum up the gradients of every micro-step, and add up the sums; else those of a step, added up before."""
+        return self.ranks > 1 and (self.zero_stage >= SHARDED_FROM["gradients"] or self.reduce_every_micro_step)
 
     @property
     def world(self) -> int:
@@ -532,7 +538,8 @@ def _rank_rows(o: PlanOptions):
         yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
     share = str(o.num_parameters // o.ranks)
     if o.zero_stage < 2 and o.shares:
-        yield "gradient_share", "gathered", share, "grad", update
+        # sums of micro-steps survive them
+        yield "gradient_share", "gathered", share, "grad", ("encoder", "update") if o.reduces_always else update
     if 1 <= o.zero_stage < 3:
         yield "parameter_share", "gathered", share, "act", update
 

@@ -103,8 +103,8 @@ def _layer_bytes(o: PlanOptions, dtype: str) -> dict[str, int]:
 
 
 def _gradients(o, grad_accum_steps):
-    """Sums of each group that is complete: of every micro-step where only shares are kept, else of the last."""
-    n_bytes, times = _layer_bytes(o, o.gradients), grad_accum_steps if o.zero_stage >= 2 else 1
+    """Sums of each group that is complete: of every micro-step or of the last; at stage 0 they are spread once."""
+    n_bytes, times = _layer_bytes(o, o.gradients), grad_accum_steps if o.reduces_always else 1
     for key, group in gradient_groups(o.config).items():
         names = [name for name, _ in group]
         if o.tensor_parallel > 1:
@@ -119,7 +119,7 @@ def _gradients(o, grad_accum_steps):
             continue
         yield purpose, "reduce-scatter", times * one_pass
         if o.zero_stage == 0:
-            yield purpose, "all-gather", times * one_pass
+            yield purpose, "all-gather", one_pass
 
 
 def _weights(o, grad_accum_steps):
