@@ -31,8 +31,11 @@ from llmc import __version__
 from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
 from llmc.checkpoint.store import extra_path, prepare_folder
 from llmc.config import ModelConfig
-from llmc.distributed import Place, World, close_world, device_of, find_place, open_world, prepare_torch, told
+from llmc.distributed import (
+    World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
+)  # fmt: skip
 from llmc.errors import NotEnoughMemory, RankLost, UserError, is_out_of_memory
+from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.interrupt import StopRequest
 from llmc.kernels_cpu import compile_kernels
@@ -46,8 +49,8 @@ from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.rand import XorShift
 from llmc.request import (
-    check_agreement, check_attention, check_batch, check_gelu_fusion, check_graphs, check_lengths, check_precision, choose_model,
-    data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
+    check_agreement, check_attention, check_batch, check_gelu_fusion, check_graphs, check_inputs, check_lengths, check_precision,
+    choose_model, data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 
@@ -110,22 +113,19 @@ def open_run(s: Settings) -> SimpleNamespace:
     """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
     refuse_contradictions(s)
     place = find_place(s)
-    source = choose_model(s)
-    check_precision(s, source)
-    check_lengths(s, source.config)
-    threads = s.threads or threads_of(place)
-    prepare_torch(place, threads)
-    backend = open_backend(device_of(place, s.device), threads, bool(s.tf32))
-    world = open_world(place, backend.kind, s.timeout)
+    prepare_torch(place)
+    world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     with told(world):
+        source = choose_model(s)
+        check_precision(s, source)
+        check_lengths(s, source.config)
+        threads = s.threads or world.threads
+        prepare_numba(world, threads)
+        backend = open_backend(device_of(place, s.device), threads, bool(s.tf32))
+        connect_world(world, backend.kind, s.timeout)
         return settle_run(s, source, backend, world)
-
-
-def threads_of(place: Place) -> int:
-    """CPU threads of this process: those of a machine are shared out among its ranks. 0 leaves it to torch."""
-    return max(1, len(os.sched_getaffinity(0)) // place.num_local) if place.num_processes > 1 else 0
 
 
 def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: World) -> SimpleNamespace:
@@ -138,7 +138,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     check_attention(options)
     check_gelu_fusion(options)
     graphs = check_graphs(s, options)
-    budget = run_budget(s, backend, world)
+    budget, host_bytes = run_budget(s, backend, world), smallest(world, available_host_bytes() // world.num_local)
     s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))
     grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps
@@ -168,7 +168,8 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     notes.append(chosen_line(plan.options, graphs))
     return SimpleNamespace(
         settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs,
-        budget=budget, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size, peak_tflops=peak_tflops, notes=notes,
+        budget=budget, host_bytes=host_bytes, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size,
+        peak_tflops=peak_tflops, notes=notes,
     )  # fmt: skip
 
 
@@ -204,6 +205,13 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     val_batches = 0
     if val_loader:
         val_batches = max(1, val_loader.num_tokens // per_micro_step) if s.val_max_steps == -1 else s.val_max_steps
+    if world.num_processes > 1:
+        check_inputs({
+            "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": plan.options.processors,
+            "the model": fingerprint(run.source.file) if run.source.file else "random weights", train_flag: train_loader.summary(),
+            "validation with -j": val_loader and val_loader.summary(), "steps to train": max_steps,
+            "--hellaswag-data": eval_loader and f"{eval_loader.num_examples} examples",
+        }, world)  # fmt: skip
     print_rows({"train_num_batches": max_steps, "val_num_batches": val_batches})
     print_rows({"run hellaswag": "yes" if eval_loader else "no"})
     print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
@@ -224,6 +232,8 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     folder = s.output_dir if world.rank == 0 else None
     if folder:
         prepare_folder(folder)
+    if s.output_dir:
+        check_shared(world, s.output_dir, "-o")
     if plan.options.kernel_set == "numba":
         start = time.perf_counter()
         compile_kernels(plan.options)
@@ -285,11 +295,11 @@ def build_model(run):
             f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
             plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.source.resume_step is not None,
         )  # fmt: skip
-    if plan.host_bytes > (host := available_host_bytes()):
+    if plan.host_bytes > (host := run.host_bytes):
         o = plan.options
         asked = " with ".join(["--offload-residual"] * o.offload_residual + ["--async-checkpoint 1"] * o.async_checkpoint)
         raise UserError(
-            f"{asked} needs {in_mib(plan.host_bytes)} MiB of host memory, and there are {host // MIB} MiB; "
+            f"{asked} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are {host // MIB} MiB; "
             f"{'use a smaller -b, or ' * o.offload_residual}leave it out and see --plan"
         )
     print(*allocation_lines(plan), sep="\n", flush=True)

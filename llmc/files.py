@@ -1,6 +1,7 @@
 """Files that are whole or not there, and the 1024-byte headers llm.c puts before everything it writes."""
 
 import errno
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 from llmc.errors import UserError, full_disk_or_denied
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
+FINGERPRINT_PIECE = 1 << 16  # bytes
 
 MODEL_MAGIC, STATE_MAGIC, DEBUG_STATE_MAGIC = 20240326, 20240527, 20240327
 
@@ -118,6 +120,17 @@ def read_part(mapped: np.memmap, at: int, count: int) -> np.ndarray:
     The pages of a map count as the process's own memory once touched; a resumed run would seem to hold its checkpoint twice.
     """
     return np.fromfile(mapped.filename, mapped.dtype, min(count, len(mapped) - at), offset=mapped.offset + at * mapped.itemsize)
+
+
+def fingerprint(path) -> str:
+    """Short for a file's contents: its size and, of so much of it as takes no time to read, a hash."""
+    size, pieces = os.path.getsize(path), 64
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        for piece in range(pieces):
+            file.seek(max(0, size - FINGERPRINT_PIECE) * piece // (pieces - 1))
+            digest.update(file.read(FINGERPRINT_PIECE))
+    return digest.hexdigest()[:12]
 
 
 def check_size(path, expected: int, reason: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from glob import glob
 from types import SimpleNamespace
 
+from llmc import __version__
 from llmc.backend import available_host_bytes, likely_device_kind, likely_precision
 from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
@@ -92,7 +93,7 @@ def check_batch(s: Settings, world: World) -> int:
 
 # flags that every process may say in its own way; on all others ranks must agree
 OWN_FLAGS = {
-    "device", "threads", "memory_budget", "process_rank", "num_processes", "gpus_per_node", "init_method", "server_ip", "fs_path",
+    "device", "threads", "process_rank", "num_processes", "gpus_per_node", "init_method", "server_ip", "fs_path",
     "timeout", "train_data", "val_data", "model", "output_dir", "hellaswag_data", "tokenizer",
 }  # fmt: skip
 
@@ -103,10 +104,14 @@ def check_agreement(s: Settings, source, precision: str, world: World):
     A checkpoint may have been completed in the meantime, or not be seen on another machine yet, so that is worth another try.
     """
     facts = {name: value for name, value in asdict(s).items() if name not in OWN_FLAGS}
-    facts |= {"precision": precision, "model": describe(source.config)}
-    for name, theirs in different_from_first(world, facts).items():
-        title = next(flag.title for flag in FLAGS if flag.field == name)
-        raise UserError(f"{title} is {facts[name]} on rank {world.rank} and {theirs} on rank 0; start all ranks with the same flags")
+    facts |= {
+        "version": __version__, "precision": precision, "model": describe(source.config),
+        "output_dir": "a folder" if s.output_dir else "empty",
+    }  # fmt: skip
+    for name, theirs in different_from_first(world, facts, "flags").items():
+        title = next((flag.title for flag in FLAGS if flag.field == name), f"--{name}, of which rank 0's program knows,")
+        mine = facts.get(name, "unknown")
+        raise UserError(f"{title} is {mine} on rank {world.rank} and {theirs} on rank 0; start all ranks with the same program and flags")
     step = -1 if source.resume_step is None else source.resume_step
     first, last = smallest(world, step), -smallest(world, -step)
     if first != last:
@@ -114,6 +119,15 @@ def check_agreement(s: Settings, source, precision: str, world: World):
         raise RankLost(
             f"-y 1: some ranks found {found} in -o, others that of step {last}; give all of them the same folder, and start them again",
             said_elsewhere=world.rank > 0,
+        )
+
+
+def check_inputs(facts: dict, world: World):
+    """Raise UserError where this rank read, or chose, something else than rank 0: title -> what it was, as text or a number."""
+    for title, theirs in different_from_first(world, facts, "inputs").items():
+        raise UserError(
+            f"{title}: rank {world.rank} has {facts.get(title)}, and rank 0 has {theirs}; give all ranks the same files and the same kind "
+            "of machine, or name with flags what they chose"
         )
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from llmc.distributed import close_world, find_place, open_world, prepare_torch, told
+from llmc.distributed import close_world, connect_world, find_place, meet_world, prepare_torch, told
 from llmc.errors import RankLost, UserError
 from llmc.flags import parse
 
@@ -23,9 +23,10 @@ def main() -> int:
     settings = parse(flags)
     try:
         place = find_place(settings)
-        prepare_torch(place, 1)
-        world = open_world(place, "cpu", settings.timeout)
+        prepare_torch(place)
+        world = meet_world(place, settings.timeout)
         with told(world):
+            connect_world(world, "cpu", settings.timeout)
             total = steps(world, what, who)
         close_world(world)
         print(f"rank {world.rank} of {world.num_processes}: {total}\n", end="", flush=True)  # one write: torchrun mixes them

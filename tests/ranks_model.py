@@ -4,6 +4,7 @@ The processes stay, so that a case costs what its steps cost. The way collective
 or the latest moment they may, and what nobody may count on can be overwritten with NaN at every turn. All must give the same bits.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -252,6 +253,7 @@ def serve(rank, store, pipe):
 
 def meet(rank, store):
     """Become one of MOST_RANKS."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     store = dist.FileStore(store, MOST_RANKS)

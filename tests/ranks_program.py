@@ -1,5 +1,6 @@
 """The program on several ranks that meet by llm.c's flags, each forked from a process that has torch already, which saves two seconds."""
 
+import atexit
 import multiprocessing
 import os
 import sys
@@ -24,7 +25,9 @@ def rank_of(argv, rank, out, err, hook):
     train_gpt2.measure_matmul_tflops = lambda *_: 1.0  # it costs half a second
     if hook:
         record_served(Path(hook) / f"served_{rank}")
-    sys.exit(train_gpt2.main(argv))
+    code = train_gpt2.main(argv)
+    atexit._run_exitfuncs()  # which processes of multiprocessing do not do
+    sys.exit(code)
 
 
 def record_served(path):
@@ -85,7 +88,8 @@ def start(n: int, folder: Path, *argv, own=None, hook="") -> Started:
         for path in files[rank]:
             path.write_text("")
         process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook), daemon=True)
-        with patch.dict(os.environ, NUMBA_NUM_THREADS="1"):  # the first fork's environment is that of all
+        # the first fork's environment is that of all
+        with patch.dict(os.environ, NUMBA_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL"):
             process.start()
         processes.append(process)
     return Started(processes, files)

@@ -24,14 +24,14 @@ from ranks_program import LONGEST_S, ran, start
 from test_loop import inputs, words_of
 
 KILLS = 5  # of each run
-LAST = 120
+LAST = 72
 APART = LAST // (KILLS + 1)  # steps between kills at most, so that none comes after the end
-RUN = f"--device cpu --threads 1 --kernels torch -t 32 -l 3e-3 -x {LAST} -n 3 -nk 2 -v 7 -m 1 -s 0 -y 1"
+RUN = f"--device cpu --threads 1 -t 32 -l 3e-3 -x {LAST} -n 3 -nk 2 -v 7 -m 1 -s 0 -y 1"
 RUNS = {
-    "flags": "-b 2 -z 1",
+    "flags": "-b 2 --kernels torch -z 1",
     "flags, four ranks": "-b 2 -z 3 --tensor-parallel 2 --async-checkpoint 1",
-    "torchrun --max-restarts": "-b 2 -z 1",
-    "run_until_done.sh": "-b 2 -z 1 --async-checkpoint 1",
+    "torchrun --max-restarts": "-b 2 --kernels torch -z 1",
+    "run_until_done.sh": "-b 2 --kernels torch -z 1 --async-checkpoint 1",
 }
 
 

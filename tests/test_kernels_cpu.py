@@ -162,6 +162,28 @@ def test_compiled_kernels_are_kept_until_any_of_their_sources_changes_or_not_at_
     assert hits_and_misses() == "(0, 1)"
 
 
+KEEP = """
+import sys
+from llmc.kernels_cpu.door import KeptKernels
+
+folder, me = sys.argv[1], int(sys.argv[2])
+kept = KeptKernels(folder, "kernel", b"sources")
+for turn in range(50):
+    kept.save((me, turn), (me, turn))
+    for other in range(4):
+        assert kept.load((other, turn)) in ((other, turn), None), "code of other types"
+"""
+
+
+def test_processes_that_keep_kernels_at_once_never_find_another_s_and_lose_none(tmp_path):
+    """numba's own way fails both."""
+    processes = [subprocess.Popen([sys.executable, "-c", KEEP, tmp_path, str(me)], cwd=REPO) for me in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    kept = door.KeptKernels(tmp_path, "kernel", b"sources")
+    assert all(kept.load((me, turn)) == (me, turn) for me in range(4) for turn in range(50))
+    assert door.KeptKernels(tmp_path, "kernel", b"other sources").load((0, 0)) is None
+
+
 BOTH = """
 import hashlib, torch
 from llmc.kernels_cpu.layernorm import layernorm_forward, residual_layernorm_forward

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from llmc.distributed import World, device_of, open_world
+from llmc.distributed import World, connect_world, device_of, meet_world
 from llmc.distributed.place import Place, find_place, first_host, rendezvous_path
 from llmc.errors import UserError
 from llmc.flags import parse
@@ -131,7 +131,8 @@ def test_two_jobs_in_one_folder_have_two_files():
 
 
 def test_one_process_needs_no_torch_distributed():
-    assert open_world(Place(), "cpu", 1) == World() == World(0, 1, 0, 1, None, None)
+    assert meet_world(Place(), 1) == World() == World(0, 1, 1, 0, None, None)
+    connect_world(World(), "cpu", 1)
 
 
 DEVICES = {  # place, --device, GPUs there are, CUDA_VISIBLE_DEVICES -> --device of this process, or words

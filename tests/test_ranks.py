@@ -207,12 +207,21 @@ REFUSED = {  # name -> ranks, flags, more of rank 1, what each rank that says so
     "other flags": (2, "-b 2", "-b 4", "-b (--batch-size) is 4 on rank 1 and 2 on rank 0"),
     "another -n": (2, "-b 2", "-n 3", "-n (--checkpoint-every) is 3 on rank 1 and 0 on rank 0"),
     "a missing file": (2, "-b 2", "-j nowhere.bin", "nowhere.bin"),
+    "a missing model": (2, "-b 2", "-e nowhere.bin", "-e nowhere.bin: no such file"),
+    "other weights": (2, "-b 2", "-e {case}/other.bin", "the model: rank 1 has "),
+    "other shards": (2, "-b 2", "-i {case}/train_01.bin", "-i: rank 1 has 1 shards of "),
+    "another budget": (2, "-b auto --memory-budget 1GiB", "--memory-budget 2GiB", "--memory-budget is 2GiB on rank 1 and 1GiB on rank 0"),
+    "-o on one": (2, "-b 2 -n 2", "-o {case}/log", "-o (--output-dir) is a folder on rank 1 and empty on rank 0"),
+    "folders apart": (2, "-b 2 -n 2 -o {case}/log", "-o {case}", "rank 1 does not see there what rank 0 writes"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_a_sentence_and_code_2_on_every_rank(case, tmp_path, name):
-    n, flags, of_rank_1, words = REFUSED[name]
+    n, flags, of_rank_1, words = (each if isinstance(each, int) else each.replace("{case}", str(case)) for each in REFUSED[name])
+    other = bytearray((case / "model.bin").read_bytes())
+    other[2000] ^= 1
+    (case / "other.bin").write_bytes(other)
     argv = [*inputs(case), COMMON, "-x 3 -v 1 -m 1 -s 0", flags]
     ranks = start(n, tmp_path, *argv, own={1: [of_rank_1]}).ended()
     assert [rank.code for rank in ranks] == [2] * n, ranks

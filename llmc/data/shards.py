@@ -7,6 +7,7 @@ llm.c's data order exactly, for any number of processes, and its place in it can
 import glob
 import mmap
 import os
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,11 @@ class TokenLoader:
         self._last_inputs = self._inputs
         self._remainder = None
         self.reset()
+
+    def summary(self) -> str:
+        """What is read, in a few words that differ where the shards do."""
+        names = zlib.crc32(repr(self.shards).encode())
+        return f"{len(self.shards)} shards of {self.num_tokens} tokens ({names:08x})"
 
     def reset(self) -> None:
         """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""

@@ -2,9 +2,11 @@
 
 import json
 import os
+import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from llmc.distributed.place import Place, find_place
 from llmc.errors import NotEnoughMemory, RankLost, UserError
@@ -12,11 +14,14 @@ from llmc.errors import NotEnoughMemory, RankLost, UserError
 __all__ = [
     "Place",
     "World",
+    "check_shared",
     "close_world",
+    "connect_world",
     "device_of",
     "different_from_first",
     "find_place",
-    "open_world",
+    "meet_world",
+    "prepare_numba",
     "prepare_torch",
     "smallest",
     "told",
@@ -25,12 +30,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many processes this is. Alone there is neither a watch nor a meeting."""
+    """Which of how many processes this is. Alone there is neither a watch nor a meeting.
+
+    num_local  processes of this machine
+    threads    CPU threads for this one, where processes share processors; 0: as many as there are cores
+    """
 
     rank: int = 0
     num_processes: int = 1
-    local_rank: int = 0
     num_local: int = 1
+    threads: int = 0
     watch: "Watch | None" = None  # noqa: F821
     meeting: "Meeting | None" = None  # noqa: F821
 
@@ -40,17 +49,24 @@ class World:
             self.watch.progress(what)
 
 
-def prepare_torch(place: Place, threads: int) -> None:
-    """Settings that torch, and numba, read when they are first imported, for several processes of so many CPU threads each.
+def prepare_torch(place: Place) -> None:
+    """Settings that torch reads when it is first imported, for several processes.
 
     A rank that is lost should be one sentence, the watch's. Without these torch adds a stack trace in C++ for every connection
     that ends, and aborts the process where NCCL notices first.
     """
     if place.num_processes > 1:
-        # numba's threads without work wait in a loop, on cores of other ranks: a step of a tiny model took 60 times longer
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def prepare_numba(world: World, threads: int) -> None:
+    """What numba reads when it is first imported.
+
+    Its threads without work wait in a loop, on cores of other ranks: a step of a tiny model took 60 times longer.
+    """
+    if world.num_processes > 1:
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
 
 
 def device_of(place: Place, device: str) -> str:
@@ -79,42 +95,58 @@ def device_of(place: Place, device: str) -> str:
     )
 
 
-def open_world(place: Place, device_kind: str, timeout_s: float) -> World:
-    """Meet the others and make collectives work between all of them; to be called once this process's device is open.
+def meet_world(place: Place, timeout_s: float) -> World:
+    """Meet the others, before anything else can go wrong: from here on each is told why another one ends.
 
-    device_kind  cpu: gloo carries the collectives, cuda: NCCL does
-    timeout_s    how long ranks wait for one another, here and later
+    timeout_s  how long ranks wait for one another, here and later
     Raises UserError where the others cannot be found, RankLost where one of them is lost meanwhile.
     """
     if place.num_processes == 1:
         return World()
-    import torch
-
-    from llmc.distributed.network import interface_for_gloo
-    from llmc.distributed.rendezvous import first_line, meet
+    from llmc.distributed.rendezvous import meet
     from llmc.distributed.watch import Watch
 
     meeting = meet(place, timeout_s)
     try:
-        watch = Watch(meeting, timeout_s, waits_silently=device_kind == "cuda")
+        watch = Watch(meeting, timeout_s)
     except RuntimeError as error:
         raise RankLost(f"the process that held the {place.num_processes} together ended as they met; start all of them again") from error
-    world = World(place.rank, place.num_processes, place.local_rank, place.num_local, watch, meeting)
     mine = meeting.members[place.rank]
+    here = [member for member in meeting.members if member.machine == mine.machine]
+    sharers = sum(not set(mine.processors).isdisjoint(member.processors) for member in here)
+    return World(place.rank, place.num_processes, len(here), max(1, len(mine.processors) // sharers), watch, meeting)
+
+
+def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
+    """Make collectives work between all ranks, once each has opened its device.
+
+    device_kind  cpu: gloo carries the collectives, cuda: NCCL does
+    Raises UserError where that cannot be, RankLost where a rank is lost meanwhile.
+    """
+    if world.num_processes == 1:
+        return
+    import torch
+
+    from llmc.distributed.network import interface_for_gloo
+    from llmc.distributed.rendezvous import first_line
+
+    watch, meeting = world.watch, world.meeting
+    for theirs in different_from_first(world, {"device": device_kind}, "devices").values():
+        raise UserError(f"rank {world.rank} found a {device_kind} device and rank 0 a {theirs} device; say --device for all, or mend one")
+    mine = meeting.members[world.rank]
     others = [member.address for member in meeting.members if member.machine != mine.machine]
     if device_kind == "cpu" and (interface := interface_for_gloo(others, meeting.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    watch.judge.waits_silently = device_kind == "cuda"
     watch.progress("connecting")
-    with told(world):
-        try:
-            torch.distributed.init_process_group(
-                "nccl" if device_kind == "cuda" else "gloo", store=meeting.store, rank=place.rank, world_size=place.num_processes,
-                timeout=timedelta(seconds=timeout_s),
-                device_id=torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else None,
-            )  # fmt: skip
-        except (RuntimeError, ValueError) as error:
-            raise watch.explain(error) or UserError(f"connecting {place.num_processes} processes failed: {first_line(error)}") from error
-    return world
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if device_kind == "cuda" else "gloo", store=meeting.store, rank=world.rank, world_size=world.num_processes,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else None,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise watch.explain(error) or UserError(f"connecting {world.num_processes} processes failed: {first_line(error)}") from error
 
 
 def close_world(world: World) -> None:
@@ -144,14 +176,39 @@ def smallest(world: World, number: int) -> int:
     return said.item()
 
 
-def different_from_first(world: World, facts: dict) -> dict:
-    """Of this rank's facts, plain values by name, those that rank 0 has otherwise: name -> rank 0's."""
+def different_from_first(world: World, facts: dict, title: str) -> dict:
+    """Of this rank's facts, plain values by name, those that rank 0 has otherwise, or alone: name -> rank 0's.
+
+    title  of these facts: every call of a run has another one
+    """
     if world.num_processes == 1:
         return {}
     store = world.meeting.store
     if world.rank == 0:
-        store.set("facts", json.dumps(facts))
-    return {name: value for name, value in json.loads(store.get("facts")).items() if value != facts[name]}
+        store.set(title, json.dumps(facts))
+    return {name: value for name, value in json.loads(store.get(title)).items() if value != facts.get(name)}
+
+
+def check_shared(world: World, folder, flag: str) -> None:
+    """Raise UserError unless this rank sees what rank 0 writes into a folder, which exists there."""
+    if world.num_processes == 1:
+        return
+    from llmc.distributed.rendezvous import everybody
+
+    store, path = world.meeting.store, None
+    try:
+        if world.rank == 0:
+            path = Path(folder) / f"shared_{secrets.token_hex(8)}.tmp"
+            path.touch()
+            store.set("shared file", path.name)
+        if not (Path(folder) / store.get("shared file").decode()).exists():
+            raise UserError(
+                f"{flag} {folder}: rank {world.rank} does not see there what rank 0 writes; give a folder that all machines share"
+            )
+        everybody(world.meeting, "saw the shared folder")
+    finally:
+        if path:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -162,7 +219,8 @@ def told(world: World):
         return
     try:
         yield
-    except RankLost:
+    except RankLost as error:
+        world.watch.leave(str(error), error.code)  # unless the watch said so itself
         raise
     except BaseException as error:
         if lost := world.watch.explain(error):

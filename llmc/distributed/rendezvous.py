@@ -32,12 +32,13 @@ ADVICE = "start all of them with the same flags, and look at what the others pri
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the processes that met. `address` is its own, as the store sees it."""
+    """One of the processes that met. `address` is its own, as the store sees it; `processors` are those it may run on."""
 
     machine: str
     host: str
     process: int
     address: str
+    processors: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -268,7 +269,8 @@ def claim(meeting: Meeting) -> None:
         raise Gone
     if store.add(f"claim/{place.rank}", 1) > 1:
         raise Taken(taken_sentence(place, store))
-    store.set(member_key(place.rank), json.dumps([this_machine(), socket.gethostname(), os.getpid(), own_address_towards(meeting.address)]))
+    mine = [this_machine(), socket.gethostname(), os.getpid(), own_address_towards(meeting.address), sorted(os.sched_getaffinity(0))]
+    store.set(member_key(place.rank), json.dumps(mine))
     store.set(beat_key(place.rank), "{}")
 
 
@@ -296,8 +298,8 @@ def taken_sentence(place: Place, store) -> str:
     who = ""
     with suppress(DistError, ValueError):
         if store.check([member_key(place.rank)]):
-            _, host, process, _ = json.loads(store.get(member_key(place.rank)))
-            who = f" by process {process} on {host}"
+            holder = Member(*json.loads(store.get(member_key(place.rank))))
+            who = f" by process {holder.process} on {holder.host}"
     return (
         f"rank {place.rank} of {place.num_processes} is taken{who}; give every process a -pr of its own, "
         "and another run of as many processes another -ps or -pp"

@@ -53,7 +53,7 @@ class Verdict:
 class Judge:
     """Rank 0 judges all; the others miss rank 0, or the store."""
 
-    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool, waits_silently: bool):
+    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool, waits_silently: bool = False):
         """has_agent       torchrun holds the store, not rank 0
         waits_silently  a collective that lasts too long raises nothing, as with NCCL: that nobody moves must be noticed here
         """

@@ -30,11 +30,9 @@ END_S = 10.0  # for the main thread to end by itself once it knows why
 class Watch:
     """The beat of this process, and its view of the others."""
 
-    def __init__(self, meeting: Meeting, timeout_s: float, waits_silently: bool):
+    def __init__(self, meeting: Meeting, timeout_s: float):
         self.rank, self.members, self.process = meeting.place.rank, meeting.members, os.getpid()
-        self.judge = Judge(
-            self.rank, self.members, timeout_s, has_agent=meeting.place.method == "agent", waits_silently=waits_silently
-        )  # fmt: skip
+        self.judge = Judge(self.rank, self.members, timeout_s, has_agent=meeting.place.method == "agent")
         self.store = meeting.connect(LOST_AFTER_S)
         self.mine, self.heard = Beat(), Heard()
         self.verdict: Verdict | None = None

@@ -8,8 +8,12 @@ Python's operators would make uint32 arithmetic 64 bits wide, and halve a vector
 that emit the one instruction. bf16 is uint16 here; a kernel sees flat arrays, which load and store widen and narrow.
 """
 
+import fcntl
 import hashlib
+import os
+from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import numba
@@ -17,6 +21,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, prange, types  # noqa: F401
+from numba.core.caching import IndexDataCacheFile
 from numba.extending import intrinsic
 
 from llmc.layers.rounding import PRIME_Y
@@ -36,10 +41,40 @@ def jit(function):
         kernel = njit(**OPTIONS, parallel=True, cache=True)(function)
     except RuntimeError:
         return njit(**OPTIONS, parallel=True)(function)
-    kept = getattr(kernel._cache, "_cache_file", None)  # private: a numba without it looks at the kernel's own file alone
-    if kept:
-        kept._source_stamp = sources()
+    kept = kernel._cache._cache_file
+    kernel._cache._cache_file = KeptKernels(kept._cache_path, kept._index_name.removesuffix(".nbi"), sources())
     return kernel
+
+
+class KeptKernels(IndexDataCacheFile):
+    """Compiled code of a kernel on disk, for several processes at once: an index by argument types, and a file for each.
+
+    numba's own writes the index before the file, and two processes may choose the same one: a third would be given code that was
+    compiled for other types, and run it. So only one process at a time reads or writes here, and the index comes last.
+    """
+
+    def load(self, key):
+        with self._alone():
+            return super().load(key)
+
+    def save(self, key, data):
+        with self._alone():
+            overloads = self._load_index()
+            names = (self._data_name(number) for number in count(1))
+            name = overloads.get(key) or next(name for name in names if name not in overloads.values())
+            self._save_data(name, data)
+            self._save_index(overloads | {key: name})
+
+    @contextmanager
+    def _alone(self):
+        try:
+            file = open(os.path.join(self._cache_path, "kernels.lock"), "w")
+        except OSError:  # there is no such folder yet, so nothing to load either; numba makes it before it saves
+            yield
+            return
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
 
 @cache
