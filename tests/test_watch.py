@@ -211,6 +211,7 @@ def results(tmp_path_factory):
         what, who, size, _, timeout, *_ = RUNS[name]
         return ends(start_all(what, who, size, "-pi", "fs", "-pp", tmp_path_factory.mktemp("run"), "--timeout", timeout))
 
+    tmp_path_factory.getbasetemp()  # made by whoever asks first, which must not be several threads
     with ThreadPoolExecutor(6) as pool:
         return dict(zip(RUNS, pool.map(result, RUNS)))
 
