@@ -683,17 +683,22 @@ def end_checkpoint(run):
 
 @contextmanager
 def checkpoint_kept(run):
-    """Whatever ends the run, a checkpoint that is being written is written to its end. It counts if no other rank has a part in it."""
+    """Whatever ends a run of one rank, a checkpoint that is being written is written to its end, and counts.
+
+    One of several does not wait: the others should hear at once why it ends, and without them its part counts for nothing. The watch
+    may end it in the middle of a file, which is then a temporary one; the checkpoint before stands.
+    """
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # there may be nobody to print to
-            try:
-                run.writer.wait()
-                if run.writer.step is not None and run.world.num_processes == 1:
-                    end_checkpoint(run)
-            except UserError as error:
-                print(f"note: {error}")
+        if run.world.num_processes == 1:
+            with suppress(OSError):  # there may be nobody to print to
+                try:
+                    run.writer.wait()
+                    if run.writer.step is not None:
+                        end_checkpoint(run)
+                except UserError as error:
+                    print(f"note: {error}")
         raise
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import ranks_program
 import torch
 from case_a import CONFIG, write_case_a
 from conftest import REPO
@@ -370,6 +372,27 @@ def test_a_disk_that_fails_on_another_rank_ends_all_of_them_without_a_done(case,
     assert result.returncode != 0
     assert f"writing the state failed at {tmp_path}/state_00000004_00001.bin" in result.stderr, result.stderr
     assert steps_in(tmp_path) == [2] and "Wrote checkpoint at step 4" not in result.stdout and not list(tmp_path.glob("*.tmp"))
+
+
+def rank_1_fails_while_both_write():
+    def launch_step(run, clock, step):
+        if step == 3 and run.world.rank == 1:
+            raise ZeroDivisionError("a bug")
+        return real(run, clock, step)
+
+    real, train_gpt2.launch_step = train_gpt2.launch_step, launch_step
+    WriteBeside._write = lambda self, copied: time.sleep(1000)
+
+
+def test_a_rank_that_fails_tells_the_others_before_its_checkpoint_is_written(case, tmp_path):
+    """Which would take a quarter of an hour."""
+    argv = [*inputs(case), SMALL, QUIET, "-x 8 -n 2", ASYNC, "-o", tmp_path / "log"]
+    ranks = ranks_program.start(2, tmp_path / "ranks", *argv, prepare=rank_1_fails_while_both_write)
+    ranks.processes[0].join(60)
+    ranks.processes[1].kill()
+    first, _ = ranks.ended()
+    assert (first.code, steps_in(tmp_path / "log")) == (4, []) and "Writing checkpoint at step 2" in first.out
+    assert first.err.startswith("error: rank 1 stopped: ZeroDivisionError: a bug"), first.err
 
 
 # ----------------------------------------------------------------------------
