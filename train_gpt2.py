@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,7 @@ def threads_of(place: Place) -> int:
 
 def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: World) -> SimpleNamespace:
     """Decide what is left to decide, and plan."""
+    world.progress("planning")
     config = source.config
     precision = choose_precision(source.precision or s.precision, backend)
     check_agreement(s, source, precision, world)
@@ -185,6 +187,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     config, per_micro_step = plan.options.config, run.total_batch_size // run.grad_accum_steps
 
     # the host side first: a missing file should not cost the time to build a model
+    world.progress("opening the data")
     from llmc.data.evals import EvalLoader
     from llmc.data.shards import TokenLoader
 
@@ -224,11 +227,13 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     folder = s.output_dir if world.rank == 0 else None
     if folder:
         prepare_folder(folder)
+    world.progress("building the model")
     if plan.options.kernel_set == "numba":
         start = time.perf_counter()
         compile_kernels(plan.options)
         if (seconds := time.perf_counter() - start) > 2:
             print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
+        world.moved()
     record = MemoryRecord(folder, plan, s, backend)
     model = build_model(run)
     writer = checkpoint_writer(plan)
@@ -242,6 +247,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(), has_waited=False,
     )  # fmt: skip
     if run.resume_step is not None:
+        world.progress("resuming")
         resume(run)
         record.phase("resume", run.resume_step)
     run.log, run.speed_log = (Logger(folder, run.resume_step, name) for name in (LOG_NAME, SPEED_NAME))
@@ -303,7 +309,7 @@ def build_model(run):
     sharing = None
     if plan.options.world > 1:
         same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
-        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole)
+        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world.moved)
     model = GPT2(plan, run.backend.device, sharing, Graphs() if run.graphs else None)
     if run.source.file is None:
         model.init_random()
@@ -462,6 +468,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
         loader.reset()
     launched = SimpleNamespace(step=step, started=clock.start(), judged=None)
     for micro_step in range(accum):
+        run.world.moved()
         inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
     model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.writer.written
@@ -567,7 +574,8 @@ def validate(run, step, stop):
     """Mean loss over the validation batches, always the same ones."""
     run.val_loader.reset()
     means = []
-    for _ in range(run.val_batches):
+    for batch in range(run.val_batches):
+        run.world.progress(f"step {step}, validate, batch {batch}")
         if stop.agreed:
             return
         means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
@@ -584,8 +592,10 @@ class Stopped(Exception):
 
 def evaluate(run, step, stop):
     """HellaSwag accuracy."""
+    batches = count()  # the same number on all ranks
 
     def token_losses(inputs, targets):
+        run.world.progress(f"step {step}, evaluate, batch {next(batches)}")
         if stop.agreed:  # the whole of it can take an hour on a CPU
             raise Stopped
         return run.model.token_losses(inputs, targets).cpu().numpy()
@@ -607,6 +617,7 @@ def sample(run, step, stop):
     rng, token, tokens = XorShift(SAMPLE_STATE), run.plan.options.config.end_of_text, []
     print("generating:\n---")
     for position in range(run.settings.sample_length - 1):
+        run.world.progress(f"step {step}, sample, token {position}")
         token = sample_softmax(run.model.next_logits(token, position), rng.f32())
         tokens.append(token)
     if run.tokenizer:

@@ -34,7 +34,8 @@ from test_resume import (
 import train_gpt2
 from llmc.backend import Backend
 from llmc.cards import Budget
-from llmc.checkpoint.snapshot import begin_snapshot, save_snapshot
+from llmc.checkpoint.saved_state import SavedState
+from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot, save_snapshot
 from llmc.checkpoint.writer import WriteBeside
 from llmc.config import config_from_descriptor
 from llmc.data.shards import LoaderState
@@ -412,6 +413,25 @@ class NoLoader:
     def state(self):
         none = torch.zeros(0, dtype=torch.int32).numpy()
         return LoaderState(False, 0, 0, none, 0, none, b"")
+
+
+@pytest.mark.parametrize("flags, thread", [({}, "MainThread"), ({"async_checkpoint": True}, "checkpoint")])
+def test_what_may_take_long_says_with_every_piece_that_it_goes_on(tmp_path, monkeypatch, flags, thread):
+    """Drawing weights, writing files in whichever thread, and reading them: else the watch would take it for a hang."""
+    said, plan = [], Plan(replace(FORMS[0], **flags))
+    model, writer = GPT2(plan), train_gpt2.checkpoint_writer(plan)
+    monkeypatch.setattr("llmc.checkpoint.snapshot.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("llmc.checkpoint.writer.PIECE_BYTES", 1 << 16)
+    model.sharing.moved = lambda: said.append(threading.current_thread().name)
+    model.init_random()
+    assert len(said) >= 2 + 4 * CONFIG.num_layers
+    said.clear()
+    begin_snapshot(writer, tmp_path, 1, model, NoLoader(), {}, master_weights=True)
+    writer.wait()
+    assert set(said) == {thread} and len(said) >= 4 * 4 * N >> 16
+    said.clear()
+    load_snapshot(tmp_path, 1, model, SavedState(tmp_path, 1, CONFIG), master_weights=True)
+    assert len(said) >= 3 * 4 * N >> 16
 
 
 @pytest.mark.parametrize("o", FORMS)

@@ -39,6 +39,11 @@ class World:
         if self.watch:
             self.watch.progress(what)
 
+    def moved(self) -> None:
+        """Say that what was begun goes on, in any thread and as often as wanted: ranks need not do the same here."""
+        if self.watch:
+            self.watch.moved()
+
 
 def prepare_torch(place: Place, threads: int) -> None:
     """Settings that torch, and numba, read when they are first imported, for several processes of so many CPU threads each.
