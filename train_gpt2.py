@@ -53,6 +53,7 @@ from llmc.request import (
 from llmc.schedulers import learning_rate
 
 LESS_AFTER_FAILURE = 0.9  # of a plan that should have fitted and did not
+BATCHES_HEARD = {"cpu": 1, "cuda": 8}  # of an evaluation: how often ranks ask who heard a signal, for which a GPU's host waits
 SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
 LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
 
@@ -416,6 +417,7 @@ def loop(run):
                 launched = finish_step(run, clock, launched)
                 run.world.progress(f"step {step}, {diagnose.__name__}")
                 diagnose(run, step, stop)
+                agree_to_stop(run)
                 clock.pause()
         if last or stopping:
             break
@@ -570,13 +572,26 @@ class StepClock:
         return self.total / max(1, self.counted) * 1e3
 
 
+def agree_to_stop(run):
+    """Let all ranks know whether one of them was asked to stop. All must come here."""
+    if run.model.sharing.anybody(run.stop.requested):
+        run.stop.agreed = True
+
+
+def evaluation_ends(run, what: str, batch: int) -> bool:
+    """Whether a signal ends an evaluation before this batch, on all ranks alike; they make the same calls."""
+    run.world.progress(f"{what}, batch {batch}")
+    if batch % BATCHES_HEARD[run.backend.kind] == 0:
+        agree_to_stop(run)
+    return run.stop.agreed
+
+
 def validate(run, step, stop):
     """Mean loss over the validation batches, always the same ones."""
     run.val_loader.reset()
     means = []
     for batch in range(run.val_batches):
-        run.world.progress(f"step {step}, validate, batch {batch}")
-        if stop.agreed:
+        if evaluation_ends(run, f"step {step}, validate", batch):
             return
         means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
     sharing = run.model.sharing
@@ -595,8 +610,7 @@ def evaluate(run, step, stop):
     batches = count()  # the same number on all ranks
 
     def token_losses(inputs, targets):
-        run.world.progress(f"step {step}, evaluate, batch {next(batches)}")
-        if stop.agreed:  # the whole of it can take an hour on a CPU
+        if evaluation_ends(run, f"step {step}, evaluate", next(batches)):  # the whole of it can take an hour on a CPU
             raise Stopped
         return run.model.token_losses(inputs, targets).cpu().numpy()
 

@@ -32,6 +32,10 @@ class Alone:
     def moved(self):
         """Say that something long goes on, so that nobody takes it for a hang."""
 
+    def anybody(self, says: bool) -> bool:
+        """Whether any rank says so. All must ask, as they wait for one another."""
+        return says
+
     def total(self, number: float) -> float:
         """The sum of all ranks' numbers."""
         return number
@@ -106,6 +110,11 @@ class Sharing(Alone):
     @property
     def written_by_all(self):
         return self._acts["rank_numbers"][:, 4].amin()
+
+    def anybody(self, says):
+        said = torch.tensor([float(says)], device=self._model.device)
+        self.whole.largest([said]).wait()
+        return said.item() > 0
 
     def total(self, number):
         numbers = torch.zeros(self.size, dtype=torch.float64, device=self._model.device)
