@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from glob import escape as glob_escape
 from glob import glob
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ from llmc.request import (
 from llmc.schedulers import learning_rate
 
 LESS_AFTER_FAILURE = 0.9  # of a plan that should have fitted and did not
+BATCHES_HEARD = {"cpu": 1, "cuda": 8}  # of an evaluation: how often ranks ask who heard a signal, for which a GPU's host waits
 SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
 LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
 
@@ -130,6 +132,7 @@ def open_run(s: Settings) -> SimpleNamespace:
 
 def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: World) -> SimpleNamespace:
     """Decide what is left to decide, and plan."""
+    world.progress("planning")
     config = source.config
     precision = choose_precision(source.precision or s.precision, backend)
     check_agreement(s, source, precision, world)
@@ -186,6 +189,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     config, per_micro_step = plan.options.config, run.total_batch_size // run.grad_accum_steps
 
     # the host side first: a missing file should not cost the time to build a model
+    world.progress("opening the data")
     from llmc.data.evals import EvalLoader
     from llmc.data.shards import TokenLoader
 
@@ -234,11 +238,13 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         prepare_folder(folder)
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
+    world.progress("building the model")
     if plan.options.kernel_set == "numba":
         start = time.perf_counter()
         compile_kernels(plan.options)
         if (seconds := time.perf_counter() - start) > 2:
             print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
+        world.moved()
     record = MemoryRecord(folder, plan, s, backend)
     model = build_model(run)
     writer = checkpoint_writer(plan)
@@ -252,6 +258,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(), has_waited=False,
     )  # fmt: skip
     if run.resume_step is not None:
+        world.progress("resuming")
         resume(run)
         record.phase("resume", run.resume_step)
     run.log, run.speed_log = (Logger(folder, run.resume_step, name) for name in (LOG_NAME, SPEED_NAME))
@@ -313,7 +320,7 @@ def build_model(run):
     sharing = None
     if plan.options.world > 1:
         same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
-        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole)
+        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world.moved)
     model = GPT2(plan, run.backend.device, sharing, Graphs() if run.graphs else None)
     if run.source.file is None:
         model.init_random()
@@ -420,6 +427,7 @@ def loop(run):
                 launched = finish_step(run, clock, launched)
                 run.world.progress(f"step {step}, {diagnose.__name__}")
                 diagnose(run, step, stop)
+                agree_to_stop(run)
                 clock.pause()
         if last or stopping:
             break
@@ -472,6 +480,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
         loader.reset()
     launched = SimpleNamespace(step=step, started=clock.start(), judged=None)
     for micro_step in range(accum):
+        run.world.moved()
         inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
     model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.writer.written
@@ -573,12 +582,26 @@ class StepClock:
         return self.total / max(1, self.counted) * 1e3
 
 
+def agree_to_stop(run):
+    """Let all ranks know whether one of them was asked to stop. All must come here."""
+    if run.model.sharing.anybody(run.stop.requested):
+        run.stop.agreed = True
+
+
+def evaluation_ends(run, what: str, batch: int) -> bool:
+    """Whether a signal ends an evaluation before this batch, on all ranks alike; they make the same calls."""
+    run.world.progress(f"{what}, batch {batch}")
+    if batch % BATCHES_HEARD[run.backend.kind] == 0:
+        agree_to_stop(run)
+    return run.stop.agreed
+
+
 def validate(run, step, stop):
     """Mean loss over the validation batches, always the same ones."""
     run.val_loader.reset()
     means = []
-    for _ in range(run.val_batches):
-        if stop.agreed:
+    for batch in range(run.val_batches):
+        if evaluation_ends(run, f"step {step}, validate", batch):
             return
         means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
     sharing = run.model.sharing
@@ -594,9 +617,10 @@ class Stopped(Exception):
 
 def evaluate(run, step, stop):
     """HellaSwag accuracy."""
+    batches = count()  # the same number on all ranks
 
     def token_losses(inputs, targets):
-        if stop.agreed:  # the whole of it can take an hour on a CPU
+        if evaluation_ends(run, f"step {step}, evaluate", next(batches)):  # the whole of it can take an hour on a CPU
             raise Stopped
         return run.model.token_losses(inputs, targets).cpu().numpy()
 
@@ -617,6 +641,7 @@ def sample(run, step, stop):
     rng, token, tokens = XorShift(SAMPLE_STATE), run.plan.options.config.end_of_text, []
     print("generating:\n---")
     for position in range(run.settings.sample_length - 1):
+        run.world.progress(f"step {step}, sample, token {position}")
         token = sample_softmax(run.model.next_logits(token, position), rng.f32())
         tokens.append(token)
     if run.tokenizer:
@@ -693,17 +718,22 @@ def end_checkpoint(run):
 
 @contextmanager
 def checkpoint_kept(run):
-    """Whatever ends the run, a checkpoint that is being written is written to its end. It counts if no other rank has a part in it."""
+    """Whatever ends a run of one rank, a checkpoint that is being written is written to its end, and counts.
+
+    One of several does not wait: the others should hear at once why it ends, and without them its part counts for nothing. The watch
+    may end it in the middle of a file, which is then a temporary one; the checkpoint before stands.
+    """
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # there may be nobody to print to
-            try:
-                run.writer.wait()
-                if run.writer.step is not None and run.world.num_processes == 1:
-                    end_checkpoint(run)
-            except UserError as error:
-                print(f"note: {error}")
+        if run.world.num_processes == 1:
+            with suppress(OSError):  # there may be nobody to print to
+                try:
+                    run.writer.wait()
+                    if run.writer.step is not None:
+                        end_checkpoint(run)
+                except UserError as error:
+                    print(f"note: {error}")
         raise
 
 

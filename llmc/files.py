@@ -28,6 +28,9 @@ KINDS = {
 }
 
 
+SYNC_BYTES = 1 << 30  # written between syncs: the page cache takes more, and the last sync would be all of the waiting, in one call
+
+
 def write_atomically(path, pieces, *, doing: str = "writing") -> None:
     """Write `pieces` to `path` so that the file appears whole or not at all.
 
@@ -43,7 +46,13 @@ def write_atomically(path, pieces, *, doing: str = "writing") -> None:
     temporary = Path(f"{path}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.writelines(pieces)
+            unsynced = 0
+            for piece in pieces:
+                unsynced += file.write(piece)
+                if unsynced >= SYNC_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    unsynced = 0
             file.flush()
             os.fsync(file.fileno())  # before the rename: a renamed file without its data is a half file
         os.replace(temporary, path)

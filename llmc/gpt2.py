@@ -156,6 +156,7 @@ class GPT2:
             # group of fewer apart, so a piece is whole groups and the last one holds the tail
             cuts = [*range(0, max(1, n // 16 * 16 - INIT_PIECE), INIT_PIECE), n]
             for at, end in zip(cuts, cuts[1:]):
+                self.sharing.moved()
                 put(tensor, l, at, torch.empty(end - at).normal_(0.0, std[tensor.parameter.init], generator=generator))
 
         for tensor in held.values():
@@ -520,6 +521,7 @@ class GPT2:
         """
         flat = self.sharing.updated()
         for tensor, piece in self._weight_pieces():
+            self.sharing.moved()
             n = piece.flat.stop - piece.flat.start
             values = flat["master"][piece.flat] if "master" in flat else self.acts["update_parameter"][:n]
             values.copy_(torch.from_numpy(master(piece.flat.start, n)))

@@ -8,7 +8,8 @@ class StopRequest:
     """Remembers the first SIGINT or SIGTERM. A second one gets the system's own treatment: the process ends at once.
 
     requested  whether this process was asked
-    agreed     whether the run stops: with several processes once all know that one was asked, which they tell each other every step
+    agreed     whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
+               and every few batches of an evaluation
     """
 
     def __init__(self, alone=True):

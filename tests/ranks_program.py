@@ -17,7 +17,7 @@ import train_gpt2
 LONGEST_S = 200
 
 
-def rank_of(argv, rank, out, err, hook):
+def rank_of(argv, rank, out, err, hook, prepare):
     """One rank, in a process of its own."""
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
@@ -25,6 +25,8 @@ def rank_of(argv, rank, out, err, hook):
     train_gpt2.measure_matmul_tflops = lambda *_: 1.0  # it costs half a second
     if hook:
         record_served(Path(hook) / f"served_{rank}")
+    if prepare:
+        prepare()
     code = train_gpt2.main(argv)
     atexit._run_exitfuncs()  # which processes of multiprocessing do not do
     sys.exit(code)
@@ -76,8 +78,13 @@ class Started:
         ]
 
 
-def start(n: int, folder: Path, *argv, own=None, hook="") -> Started:
-    """n ranks that meet in `folder`. own: more words of one rank, by rank. hook: a folder for served_R, what rank R is trained on."""
+def start(n: int, folder: Path, *argv, own=None, hook="", prepare=None) -> Started:
+    """n ranks that meet in `folder`.
+
+    own      more words of one rank, by rank
+    hook     a folder for served_R, what rank R is trained on
+    prepare  a function of a module, which each calls before it starts
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numba"])
     folder.mkdir(exist_ok=True)
@@ -87,7 +94,7 @@ def start(n: int, folder: Path, *argv, own=None, hook="") -> Started:
         words = words_of(["--device cpu --threads 1", *meet, *argv, *(own or {}).get(rank, [])])
         for path in files[rank]:
             path.write_text("")
-        process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook), daemon=True)
+        process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook, prepare), daemon=True)
         # the first fork's environment is that of all
         with patch.dict(os.environ, NUMBA_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL"):
             process.start()

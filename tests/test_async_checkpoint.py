@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import ranks_program
 import torch
 from case_a import CONFIG, write_case_a
 from conftest import REPO
@@ -32,7 +34,8 @@ from test_resume import (
 import train_gpt2
 from llmc.backend import Backend
 from llmc.cards import Budget
-from llmc.checkpoint.snapshot import begin_snapshot, save_snapshot
+from llmc.checkpoint.saved_state import SavedState
+from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot, save_snapshot
 from llmc.checkpoint.writer import WriteBeside
 from llmc.config import config_from_descriptor
 from llmc.data.shards import LoaderState
@@ -372,6 +375,27 @@ def test_a_disk_that_fails_on_another_rank_ends_all_of_them_without_a_done(case,
     assert steps_in(tmp_path) == [2] and "Wrote checkpoint at step 4" not in result.stdout and not list(tmp_path.glob("*.tmp"))
 
 
+def rank_1_fails_while_both_write():
+    def launch_step(run, clock, step):
+        if step == 3 and run.world.rank == 1:
+            raise ZeroDivisionError("a bug")
+        return real(run, clock, step)
+
+    real, train_gpt2.launch_step = train_gpt2.launch_step, launch_step
+    WriteBeside._write = lambda self, copied: time.sleep(1000)
+
+
+def test_a_rank_that_fails_tells_the_others_before_its_checkpoint_is_written(case, tmp_path):
+    """Which would take a quarter of an hour."""
+    argv = [*inputs(case), SMALL, QUIET, "-x 8 -n 2", ASYNC, "-o", tmp_path / "log"]
+    ranks = ranks_program.start(2, tmp_path / "ranks", *argv, prepare=rank_1_fails_while_both_write)
+    ranks.processes[0].join(60)
+    ranks.processes[1].kill()
+    first, _ = ranks.ended()
+    assert (first.code, steps_in(tmp_path / "log")) == (4, []) and "Writing checkpoint at step 2" in first.out
+    assert first.err.startswith("error: rank 1 stopped: ZeroDivisionError: a bug"), first.err
+
+
 # ----------------------------------------------------------------------------
 # the plan
 
@@ -389,6 +413,25 @@ class NoLoader:
     def state(self):
         none = torch.zeros(0, dtype=torch.int32).numpy()
         return LoaderState(False, 0, 0, none, 0, none, b"")
+
+
+@pytest.mark.parametrize("flags, thread", [({}, "MainThread"), ({"async_checkpoint": True}, "checkpoint")])
+def test_what_may_take_long_says_with_every_piece_that_it_goes_on(tmp_path, monkeypatch, flags, thread):
+    """Drawing weights, writing files in whichever thread, and reading them: else the watch would take it for a hang."""
+    said, plan = [], Plan(replace(FORMS[0], **flags))
+    model, writer = GPT2(plan), train_gpt2.checkpoint_writer(plan)
+    monkeypatch.setattr("llmc.checkpoint.snapshot.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("llmc.checkpoint.writer.PIECE_BYTES", 1 << 16)
+    model.sharing.moved = lambda: said.append(threading.current_thread().name)
+    model.init_random()
+    assert len(said) >= 2 + 4 * CONFIG.num_layers
+    said.clear()
+    begin_snapshot(writer, tmp_path, 1, model, NoLoader(), {}, master_weights=True)
+    writer.wait()
+    assert set(said) == {thread} and len(said) >= 4 * 4 * N >> 16
+    said.clear()
+    load_snapshot(tmp_path, 1, model, SavedState(tmp_path, 1, CONFIG), master_weights=True)
+    assert len(said) >= 3 * 4 * N >> 16
 
 
 @pytest.mark.parametrize("o", FORMS)

@@ -147,6 +147,16 @@ def test_a_file_too_large_for_its_disk_costs_nothing_on_it(tmp_path):
         assert "File too large" in message
 
 
+def test_a_large_file_is_waited_for_in_parts(tmp_path, monkeypatch):
+    """A sync for as many bytes each, before the next piece is asked for, and one for the rest; then the folder's."""
+    real, synced = os.fsync, []
+    monkeypatch.setattr("llmc.files.SYNC_BYTES", 1000)
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), real(handle)))
+    write_atomically(tmp_path / "m.bin", (np.full(100, i, "<i4") for i in range(7)))
+    assert synced[:-1] == [1200, 2400, 2800]
+    assert (tmp_path / "m.bin").read_bytes() == np.repeat(np.arange(7, dtype="<i4"), 100).tobytes()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_interrupt_leaves_no_temporary_file(tmp_path, error):
     """Ctrl-C in the middle of a write passes through, cleaned up."""

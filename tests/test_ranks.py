@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from ranks import environment
 from ranks_program import LONGEST_S, ran, start
 from test_loop import inputs, losses, words_of
 
+import train_gpt2
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 N = num_parameters(CONFIG)
@@ -157,6 +160,50 @@ def test_asked_to_stop_all_ranks_write_one_checkpoint_and_go_on_from_it_to_the_s
     names = ("main.log", "model_00000030.bin", *(f"{kind}_00000030_0000{rank}.{end}" for kind, end in (("state", "bin"), ("extra", "json"))
              for rank in (0, 1)))  # fmt: skip
     assert files(stopped, *names) == files(straight, *names)
+
+
+def endless_evaluations():
+    """From step 2 on, a million batches each; and NCCL's watch, with more patience for what stands still than for a beat."""
+    for name in ("validate", "evaluate"):
+        setattr(train_gpt2, name, partial(endless, getattr(train_gpt2, name)))
+        getattr(train_gpt2, name).__name__ = name
+
+
+PATIENCE_S = 4
+
+
+def endless(real, run, step, stop):
+    if step == 2:
+        judge = run.world.watch.judge
+        judge.waits_silently, judge.timeout_s = True, PATIENCE_S
+        if run.eval_loader:
+            run.eval_loader.num_batches = 10**6
+        else:
+            run.val_batches = 10**6
+        print("from here on", flush=True)
+    real(run, step, stop)
+
+
+@pytest.mark.parametrize("n, flags, whom", [
+    (2, "-z 3", 1), (3, "-h 1 --hellaswag-data {eval}", 2),
+])  # fmt: skip
+def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end_nor_for_a_step(case, tmp_path, n, flags, whom):
+    """Also where shares of the examples differ. Until then nobody takes the evaluation, in which no step ends, for a hang."""
+    argv = [*inputs(case), COMMON, "-b 2 -x 4 -n 4 -v 2 -m 2 -s 0", flags.format(eval=case / "eval.bin")]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    ran(n, tmp_path / "a", *argv, "-o", straight)
+    ranks = start(n, tmp_path / "b", *argv, "-o", stopped, prepare=endless_evaluations)
+    ranks.await_line("from here on")
+    time.sleep(2 * PATIENCE_S)
+    assert all(process.is_alive() for process in ranks.processes), ranks.ended()
+    os.kill(ranks.processes[whom].pid, signal.SIGTERM)
+    asked = time.monotonic()
+    ended = ranks.ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * n and time.monotonic() - asked < 20
+    assert len(losses(ended[0].out)) == 2 and steps_in(stopped) == [2]
+    ran(n, tmp_path / "c", *argv, "-y 1 -o", stopped)
+    names = [path.name for path in straight.iterdir() if "00000004" in path.name]
+    assert len(names) > 3 and files(stopped, "main.log", *names) == files(straight, "main.log", *names)
 
 
 def keep_only(folder, step, target):

@@ -185,6 +185,36 @@ def test_where_collectives_wait_for_ever_nobody_moving_is_a_hang():
     assert case.passes(5).sentence.startswith("none of the 3 ranks has moved for 60 s, in step 7;")
 
 
+def test_one_rank_that_moves_is_waited_for_however_long_it_takes():
+    """As while rank 0 writes the model. When it does not move any more it counts as all the others do."""
+    case = Case(waits_silently=True)
+    for piece in range(10):
+        case.says(0, moves=piece)
+        assert case.passes(TIMEOUT_S - 5) is None
+    assert case.passes(10).sentence.startswith("none of the 3 ranks has moved for 60 s, in step 7;")
+
+
+def test_who_moves_less_often_is_not_behind():
+    """Rank 0 had something to do alone; where all are as far nobody waits for the others."""
+    case = Case()
+    case.says(0, moves=1000)
+    assert case.passes(10 * TIMEOUT_S) is None
+
+
+def test_a_rank_behind_hangs_once_it_moves_no_more():
+    """However often it moved before, and however often those move who wait for it."""
+    case = Case(waits_silently=True)
+    for rank in (0, 2):
+        case.says(rank, sequence=1, progress="step 8")
+    for piece in range(10):
+        case.says(1, moves=1000 + piece)
+        assert case.passes(TIMEOUT_S - 5) is None
+    case.says(0, moves=1)
+    assert case.passes(10).sentence.startswith(
+        "rank 1 of 3 (host host1, process 101) hangs: it has not moved for 60 s, in step 7, while rank"
+    )
+
+
 # ----------------------------------------------------------------------------
 # real processes
 
@@ -211,6 +241,7 @@ def results(tmp_path_factory):
         what, who, size, _, timeout, *_ = RUNS[name]
         return ends(start_all(what, who, size, "-pi", "fs", "-pp", tmp_path_factory.mktemp("run"), "--timeout", timeout))
 
+    tmp_path_factory.getbasetemp()  # made by whoever asks first, which must not be several threads
     with ThreadPoolExecutor(6) as pool:
         return dict(zip(RUNS, pool.map(result, RUNS)))
 

@@ -37,7 +37,8 @@ def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights
     if is_first(model):
         unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
     sharing.barrier()
-    writer.begin(step, contents(folder, step, model, loader, extra, master_weights))
+    parts = contents(folder, step, model, loader, extra, master_weights)
+    writer.begin(step, ((partial(write_moving, write, sharing), tensors) for write, tensors in parts))
 
 
 def await_all(writer, sharing):
@@ -88,6 +89,17 @@ def contents(folder, step, model, loader, extra, master_weights):
         pass
 
 
+def write_moving(write, sharing, pieces):
+    """write(pieces), saying with each that this goes on: a slow disk may need long, while the other ranks wait."""
+
+    def moving():
+        for piece in pieces:
+            sharing.moved()
+            yield piece
+
+    write(moving())
+
+
 def is_first(model) -> bool:
     """Whether this is the first of all ranks."""
     return model.sharing.rank == model.parts.rank == 0
@@ -106,7 +118,7 @@ def load_weights(path, model):
     master from them."""
     mapped = map_parameters(path, model.config, model.plan.options.precision)
     mapped = mapped.view(np.float32 if model.plan.options.precision == "fp32" else np.int16)
-    fill(model.flat["parameters"], model.layout_of("parameters"), lambda at, n: read_part(mapped, at, n))
+    fill(model.flat["parameters"], model.layout_of("parameters"), lambda at, n: read_part(mapped, at, n), model.sharing.moved)
     model.copy_weights_to_master()
 
 
@@ -126,7 +138,7 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
     if options.optimizer_state != "fp32":
         print(f"m and v of {path} are rounded to {options.optimizer_state}, unless they were as short when written")
     for name in ("m", "v"):
-        fill(model.flat[name], model.layout, partial(saved.read, name))
+        fill(model.flat[name], model.layout, partial(saved.read, name), model.sharing.moved)
     if state.use_master_weights and master_weights and options.precision != "fp32":
         model.load_master(partial(read_arena, model.layout, partial(saved.read, "master")))
 
@@ -153,11 +165,15 @@ def pieces(flat: torch.Tensor, room=None):
         yield part.view(torch.uint8)
 
 
-def fill(flat: torch.Tensor, layout, read):
-    """Copy what read(at, n) gives, n elements from `at` on of a whole, into a flat arena of that layout, a piece at a time."""
+def fill(flat: torch.Tensor, layout, read, moved=lambda: None):
+    """Copy what read(at, n) gives, n elements from `at` on of a whole, into a flat arena of that layout, a piece at a time.
+
+    moved  called with each piece
+    """
     size = PIECE_BYTES // flat.element_size()
     for begin, whole_begin, n in runs(layout):
         for at in range(0, n, size):
+            moved()
             values = torch.from_numpy(read(whole_begin + at, min(size, n - at)))
             target = flat[begin + at : begin + at + len(values)]
             (target.view(torch.int16) if values.dtype == torch.int16 else target).copy_(values)

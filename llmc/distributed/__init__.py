@@ -48,6 +48,11 @@ class World:
         if self.watch:
             self.watch.progress(what)
 
+    def moved(self) -> None:
+        """Say that what was begun goes on, in any thread and as often as wanted: ranks need not do the same here."""
+        if self.watch:
+            self.watch.moved()
+
 
 def prepare_torch(place: Place) -> None:
     """Settings that torch reads when it is first imported, for several processes.

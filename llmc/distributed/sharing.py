@@ -29,6 +29,13 @@ class Alone:
         """How many checkpoints every rank has wholly written."""
         return self.checkpoints_written
 
+    def moved(self):
+        """Say that something long goes on, so that nobody takes it for a hang."""
+
+    def anybody(self, says: bool) -> bool:
+        """Whether any rank says so. All must ask, as they wait for one another."""
+        return says
+
     def total(self, number: float) -> float:
         """The sum of all ranks' numbers."""
         return number
@@ -83,15 +90,17 @@ class Sharing(Alone):
     group  of the ranks with the same part of the model, which share its gradients and weights
     parts  Divided of the ranks with the same data, whose parts make up the model, or Undivided
     whole  Group of all
+    moved  what to call while something long goes on
     """
 
-    def __init__(self, plan, group, parts=None, whole=None):
+    def __init__(self, plan, group, parts=None, whole=None, moved=None):
         self.options, self.group, self.parts, self.whole = plan.options, group, parts or Undivided(), whole or group
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
         self._weight_groups, self._gradient_groups = (groups(plan.options.config) for groups in (weight_groups, gradient_groups))
         self._sums, self._coming = {}, {}  # group -> handle; of gradients and of weights
         self._in_slot = {}  # slot -> group whose weights it has, or is being given
         self._spreading = []
+        self.moved = moved or super().moved
         assert self.size == plan.options.ranks
 
     @property
@@ -101,6 +110,11 @@ class Sharing(Alone):
     @property
     def written_by_all(self):
         return self._acts["rank_numbers"][:, 4].amin()
+
+    def anybody(self, says):
+        said = torch.tensor([float(says)], device=self._model.device)
+        self.whole.largest([said]).wait()
+        return said.item() > 0
 
     def total(self, number):
         numbers = torch.zeros(self.size, dtype=torch.float64, device=self._model.device)

@@ -23,7 +23,8 @@ class Beat:
     """What a process says of itself."""
 
     count: int = 0
-    sequence: int = 0  # calls of progress(): every rank makes the same ones
+    sequence: int = 0  # calls of progress(): every rank makes the same ones, so whoever has fewer is behind
+    moves: int = 0  # calls of moved(): they say no more than that this rank does something
     progress: str = "its start"
     left: str = ""  # why it ended: DONE, or what the others should know
     code: int = 0  # with which exit code
@@ -95,7 +96,7 @@ class Judge:
     def verdict_on_all(self, beats: dict[int, Beat]) -> Verdict | None:
         """Who is the matter: those who said why they stopped, those who are silent, then those who do not move."""
         silent_s = {rank: self.silent_s(rank, beat) for rank, beat in beats.items()}
-        unmoved_s = {rank: self.unchanged_s(("progress", rank), beat.sequence) for rank, beat in beats.items()}
+        unmoved_s = {rank: self.unchanged_s(("progress", rank), (beat.sequence, beat.moves)) for rank, beat in beats.items()}
         failed = [rank for rank, beat in beats.items() if beat.failed]
         failed_s = self.unchanged_s("failed", bool(failed))
         for rank, beat in beats.items():

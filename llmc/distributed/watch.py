@@ -34,7 +34,7 @@ class Watch:
         self.rank, self.members, self.process = meeting.place.rank, meeting.members, os.getpid()
         self.judge = Judge(self.rank, self.members, timeout_s, has_agent=meeting.place.method == "agent")
         self.store = meeting.connect(LOST_AFTER_S)
-        self.mine, self.heard = Beat(), Heard()
+        self.mine, self.moves, self.heard = Beat(), 0, Heard()
         self.verdict: Verdict | None = None
         self.speaks = True  # of the verdict, unless another rank does
         self.explaining = self.closing = self.stopping = False
@@ -50,6 +50,10 @@ class Watch:
         """Say what the main thread begins now. Every rank makes the same calls, so that their number tells who is behind."""
         with self.lock:
             self.mine = replace(self.mine, sequence=self.mine.sequence + 1, progress=what)
+
+    def moved(self) -> None:
+        """Say that this rank goes on with what it began, be it alone: counts as no progress that others could be behind."""
+        self.moves += 1  # of several threads at once one may be lost, which does not matter
 
     def leave(self, reason: str, code: int) -> None:
         """Say why this process is about to end with an exit code, so that the others end too. The first reason counts."""
@@ -100,7 +104,7 @@ class Watch:
         try:
             while not self.stopping:
                 said, count = self.mine, count + 1
-                self.store.set(beat_key(self.rank), json.dumps(asdict(said) | {"count": count}))
+                self.store.set(beat_key(self.rank), json.dumps(asdict(said) | {"count": count, "moves": self.moves}))
                 *beats, verdict = self.store.multi_get(keys)
                 self.heard = Heard(count, {rank: Beat(**json.loads(beat)) for rank, beat in zip(ranks, beats)}, verdict.decode())
                 if said is self.mine:
