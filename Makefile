@@ -1,5 +1,5 @@
 # make train      prepare a corpus and watch a small GPT-2 learn it
-# make test       the tests
+# make test       the tests; JOBS=2 of them at a time
 # make test-gpu   the tests that need a CUDA device, kernels compiled for it
 # make gpu-check  those tests, every kernel, training steps and torch.compile beside them, as one report
 # make bench      a training step against plain PyTorch, time and memory
@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+JOBS   ?= 2
 TORCH  ?= $(if $(wildcard /dev/nvidiactl),torch>=2.11,torch==2.13.0)
 
 python := $(VENV)/bin/python
@@ -22,8 +23,9 @@ demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 35
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
 
+# a process per core, one thread each, and every file in one process: some files start ranks that share what a fixture made
 test: $(VENV)/installed-test
-	$(python) -m pytest
+	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) --dist loadfile
 
 test-gpu: $(VENV)/installed-test
 	$(python) -m pytest -m "gpu or kernels"
@@ -49,7 +51,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(python) -m pip install --quiet --disable-pip-version-check pytest transformers safetensors pyarrow matplotlib "triton>=3.6"
+	$(python) -m pip install --quiet --disable-pip-version-check pytest pytest-xdist transformers safetensors pyarrow matplotlib "triton>=3.6"
 	touch $@
 
 clean:
