@@ -271,6 +271,14 @@ def notes(s: Settings, run, tokenizer):
     config = run.plan.options.config
     if s.zero_stage > 0 and run.world.num_processes == 1:
         yield f"with one process ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"
+    if padded := -config.num_heads % s.tensor_parallel:
+        yield (
+            f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "
+            "and are in no file"
+        )
+    if s.reduce_every_micro_step and (s.zero_stage >= 2 or run.plan.options.ranks == 1):
+        why = f"-z {s.zero_stage} does so anyway" if run.plan.options.ranks > 1 else "there is nobody to sum gradients with"
+        yield f"note: --reduce-every-micro-step 1 changes nothing: {why}"
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
     if s.gelu_fusion and s.recompute > 0:

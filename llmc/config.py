@@ -32,6 +32,11 @@ class ModelConfig:
     padded_vocab_size: int
 
     @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.channels // self.num_heads
+
+    @property
     def end_of_text(self) -> int:
         """GPT-2's <|endoftext|>, or the last token of a vocabulary that ends before it."""
         return min(GPT2_END_OF_TEXT, self.vocab_size - 1)

@@ -123,12 +123,21 @@ def read_header(path, magic: int) -> np.ndarray:
     return header
 
 
-def read_part(mapped: np.memmap, at: int, count: int) -> np.ndarray:
-    """Elements at..at+count of a mapped file, fewer at its end, read into memory of their own.
+class Numbers:
+    """The numbers of one type in a file, from a byte on, read where they are asked for into memory of their own.
 
-    The pages of a map count as the process's own memory once touched; a resumed run would seem to hold its checkpoint twice.
+    Not a map: the pages of one count as the process's own memory once touched; a resumed run would seem to hold its checkpoint twice.
+    The file stays open, as what a rank has of a model may be very many short runs.
     """
-    return np.fromfile(mapped.filename, mapped.dtype, min(count, len(mapped) - at), offset=mapped.offset + at * mapped.itemsize)
+
+    def __init__(self, path, dtype, offset: int):
+        self.path, self._dtype, self._offset = path, np.dtype(dtype), offset
+        self._file = open(path, "rb", buffering=0)
+
+    def read(self, at: int, n: int) -> np.ndarray:
+        """Numbers at..at+n, fewer at the end of the file."""
+        self._file.seek(self._offset + at * self._dtype.itemsize)
+        return np.fromfile(self._file, self._dtype, n)
 
 
 def fingerprint(path) -> str:

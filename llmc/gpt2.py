@@ -25,7 +25,7 @@ from llmc.memory.ladder import passes
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.layout import flat_layout
 from llmc.memory.plan import HEAD_GROUP, LAYER_SLOTS, TUNING, Plan, classifier_rows, head_sums
-from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
+from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, sizes_of
 from llmc.rand import XorShift
 
 ROUNDING_STATE = 13371337  # llm.c's; plus the rank
@@ -52,7 +52,7 @@ class GPT2:
     def __init__(self, plan: Plan, device="cpu", sharing=None, graphs=None):
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
-        self.B, self.T, self.NH, self.C = o.B, o.T, o.config.num_heads // o.tensor_parallel, o.config.channels
+        self.B, self.T, self.NH, self.C = o.B, o.T, sizes_of(o.config, parts=o.tensor_parallel)["h"], o.config.channels
         self.tuning, self.attention = TUNING[o.device], o.attention_kind
         self.ops = operations(o.kernel_set)
         self.run = graphs.run if graphs else run_at_once

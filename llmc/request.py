@@ -23,6 +23,7 @@ from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.layout import divides
 from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.tables import sizes_of
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.traffic import Network
 
@@ -221,10 +222,12 @@ def data_ranks(s: Settings, world: World) -> int:
 def check_parts(s: Settings, config: ModelConfig):
     """Raise UserError unless tensor parallelism can split this model."""
     parts = s.tensor_parallel
-    split = {"heads": config.num_heads, "rows of the padded vocabulary": config.padded_vocab_size, "tokens of -t": s.sequence_length}
+    split = {"channels": config.channels, "rows of the padded vocabulary": config.padded_vocab_size, "tokens of -t": s.sequence_length}
     for what, count in split.items():
         if count % parts:
             raise UserError(f"--tensor-parallel {parts} does not divide the {count} {what}; use a number that does")
+    if parts > config.num_heads:
+        raise UserError(f"--tensor-parallel {parts} is more than there are heads, {config.num_heads}; use a smaller number")
     if not s.tp_recompute_allgather and parts == 1:
         raise UserError("--tp-recompute-allgather 0 is about what --tensor-parallel gathers, and there is none; leave it out")
     if not s.tp_recompute_allgather and s.recompute not in (0, 1):
@@ -258,7 +261,10 @@ def plan_options(
     check_parts(s, config)
     ranks, parts = data_ranks(s, world), s.tensor_parallel
     if s.zero_stage > 0 and not divides(config, ranks, parts):
-        channels = f"C = {config.channels}" if parts == 1 else f"C / {parts} = {config.channels // parts}"
+        sizes = sizes_of(config, parts=parts)
+        channels = (
+            f"C = {config.channels}" if parts == 1 else f"both C / {parts} = {sizes['f']} and the {sizes['k']} channels of a part's heads"
+        )
         raise UserError(
             f"-z {s.zero_stage} shares every tensor out over {ranks} processes, which do not divide {channels}; "
             "use a number that does, or -z 0"

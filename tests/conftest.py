@@ -3,8 +3,12 @@
 import os
 from pathlib import Path
 
-import pytest
-import torch
+os.environ["TORCH_CPP_LOG_LEVEL"] = (
+    "FATAL"  # as the program sets it for several ranks, too late where they are forked from a process with torch
+)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / "shared"  # reference material beside the checkout; users do not have it

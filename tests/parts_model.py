@@ -141,11 +141,12 @@ def whole(case: Case, seen: list[dict], what="parameters") -> np.ndarray:
             flat, ranks = mine["gradient"].view(np.int32), o.ranks if o.shares else 1
         else:
             flat, ranks = mine["flat"][what], o.ranks_of(what)
-        out = np.zeros(len(written), flat.dtype) if out is None else out
+        out, padding = np.zeros(len(written), flat.dtype) if out is None else out, np.ones(len(flat), bool)
         for begin, in_file, n in runs(flat_layout(o.config, ranks, copy % ranks, o.tensor_parallel, part)):
             there, here = slice(in_file, in_file + n), flat[begin : begin + n]
             assert (out[there] == here)[written[there]].all(), f"{what} of rank {rank} at {in_file} differs from that of ranks before"
-            out[there], written[there] = here, True
+            out[there], written[there], padding[begin : begin + n] = here, True, False
+        assert not flat[padding].any(), f"padded heads of rank {rank} have {what}"
     assert written.all()
     return out
 

@@ -95,8 +95,7 @@ def start(n: int, folder: Path, *argv, own=None, hook="", prepare=None) -> Start
         for path in files[rank]:
             path.write_text("")
         process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook, prepare), daemon=True)
-        # the first fork's environment is that of all
-        with patch.dict(os.environ, NUMBA_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL"):
+        with patch.dict(os.environ, NUMBA_NUM_THREADS="1"):  # the first fork's environment is that of all
             process.start()
         processes.append(process)
     return Started(processes, files)

@@ -36,7 +36,7 @@ RUNS = {
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("DONE_*"))
+    return sorted(int(path.name[5:]) for path in folder.glob("DONE_" + 8 * "[0-9]"))
 
 
 @dataclass

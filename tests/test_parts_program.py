@@ -213,7 +213,7 @@ def test_torchrun_starts_parts(folder, in_parts):
 @pytest.mark.parametrize("flags, sentence", [
     ("-pn 3 --tensor-parallel 2", "--tensor-parallel 2 does not divide the 3 processes"),
     ("--tensor-parallel 2", "--tensor-parallel 2 does not divide the 1 processes"),
-    ("-pn 8 --tensor-parallel 8", "--tensor-parallel 8 does not divide the 4 heads"),
+    ("-pn 8 --tensor-parallel 8", "--tensor-parallel 8 is more than there are heads, 4"),
     ("-pn 2 --tensor-parallel 2 -t 33", "--tensor-parallel 2 does not divide the 33 tokens of -t"),
     ("-pn 2 --tensor-parallel 2 --kernels torch", "--tensor-parallel needs kernels that take a part's tokens"),
     ("--tp-recompute-allgather 0", "there is none; leave it out"),
@@ -222,7 +222,7 @@ def test_torchrun_starts_parts(folder, in_parts):
     ("-pn 2 --tensor-parallel 2 --offload-residual", "--offload-residual moves residuals from a GPU"),
     ("-pn 2 --tensor-parallel 2 --cuda-graph 1", "--cuda-graph 1: graphs are a GPU's"),
     ("-pn 2 --tensor-parallel 2 --cuda-graph 1 --device cuda", "--cuda-graph 1: what several processes tell each other is not captured"),
-    ("-pn 6 --tensor-parallel 2 -z 1", "-z 1 shares every tensor out over 3 processes, which do not divide C / 2 = 32"),
+    ("-pn 6 --tensor-parallel 2 -z 1", "-z 1 shares every tensor out over 3 processes, which do not divide both C / 2 = 32"),
     ("-pn 2 --tensor-parallel 0", "--tensor-parallel"),
     ("-pn 2 --tensor-parallel 2 --tp-recompute-allgather 2", "--tp-recompute-allgather"),
 ])  # fmt: skip

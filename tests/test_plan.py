@@ -73,7 +73,7 @@ def test_what_each_level_keeps_is_the_design_table():
     """Channels of a row kept per layer, statistics aside, are 16C, 12C, 10C, 6C, 3C and 1C; the names not kept are the table's."""
     names = {a.name for a in BLOCK_ACTIVATIONS}
     factor = {
-        a.name: resolve(a.shape, dict.fromkeys(("B", "T", "s", "C", "k", "h", "Tp"), 1)) for a in BLOCK_ACTIVATIONS if a.dtype == "act"
+        a.name: resolve(a.shape, dict.fromkeys(("B", "T", "s", "C", "k", "h", "f", "Tp"), 1)) for a in BLOCK_ACTIVATIONS if a.dtype == "act"
     }
     statistics = {"ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd", "lse"}
     more = (

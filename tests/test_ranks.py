@@ -50,7 +50,7 @@ def files(folder, *names) -> list[bytes]:
 
 
 def steps_in(folder) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("DONE_*"))
+    return sorted(int(path.name[5:]) for path in folder.glob("DONE_" + 8 * "[0-9]"))
 
 
 # ----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from test_layers import (
 
 from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.snapshot import fill, load_weights, read_arena
+from llmc.checkpoint.whole import whole_tensors
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.distributed.group import Done, Group
@@ -39,11 +40,13 @@ from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 TWO_LAYERS = replace(CONFIG, num_layers=2)
 PADDED = replace(TWO_LAYERS, vocab_size=14)  # of 2 parts the second is all padding, of 4 all but the first
+HEADS = replace(TWO_LAYERS, num_heads=3, channels=48)  # of 2 parts the second has one of padding, of 4 the last has no other
 FORMS = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
     "bf16, fp32 gradients": {"precision": "bf16", "forms": {"grad_dtype": "fp32"}},
     "bits16, bf16 moments": {"precision": "bf16", "forms": {"master": "bits16", "optimizer_state": "bf16"}},
+    "padded heads": {"precision": "bf16", "config": HEADS},
 }
 
 
@@ -104,7 +107,7 @@ def test_a_hundred_steps_differ_from_one_rank_s_as_if_its_first_weights_had_been
     assert (away(gathered, mine) <= 3 * yardstick).all()
 
 
-@pytest.mark.parametrize("config, B", [(CONFIG, 4), (PADDED, 4), (CONFIG, 1)], ids=["uneven", "padded", "B1"])
+@pytest.mark.parametrize("config, B", [(CONFIG, 4), (PADDED, 4), (HEADS, 4), (CONFIG, 1)], ids=["uneven", "padded", "heads", "B1"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_losses_and_logits_are_as_good_as_eager_torch_s(ranks, config, B, precision):
     """Sixteen gradients, their norm, the loss, evaluation and sampling, at the first weights. Of bf16 gradients what stochastic rounding
@@ -218,29 +221,70 @@ def test_nothing_as_large_as_a_share_of_the_stream_lives_beside_the_arenas(ranks
         assert n_bytes <= 8 * 4 * T < 4 * T * 128 * 4 / 2, name
 
 
+def in_files(case, rank, world_of):
+    """What a rank holds after a step, and what it would give to files of whole models."""
+    model = parts_model.build(case, rank, world_of)
+    model.train(*parts_model.own(case, rank, 0))
+    model.update(1e-3, 0.1, 1, model.grad_norm())
+    model.sharing.settle()
+    names = [name for name in ("parameters", "m", "v", "master") if name in model.flat or name == "master" and "master_bits" in model.flat]
+    return {
+        "flat": {name: raw(flat) for name, flat in model.flat.items() if name != "gradients"},
+        "files": {name: np.concatenate([raw(piece) for piece in whole_tensors(model, name)]) for name in names},
+    }
+
+
+@pytest.mark.parametrize("config", [CONFIG, HEADS], ids=["even", "padded heads"])
+def test_what_goes_into_files_is_what_the_ranks_have(ranks, config):
+    cases = [
+        case(n, parts, stage, config=config, instead=in_files, **forms)
+        for n, parts, stage, forms in (
+            (2, 2, 0, FORMS["fp32"]), (4, 4, 0, FORMS["bf16"]), (4, 2, 1, FORMS["bf16"]), (4, 2, 3, FORMS["bits16, bf16 moments"]),
+        )
+    ]  # fmt: skip
+    for one, seen in zip(cases, ranks.run(*cases)):
+        for name, written in seen[0]["files"].items():
+            assert all((mine["files"][name] == written).all() for mine in seen)
+            if name in seen[0]["flat"]:
+                assert (written == whole(one, seen, name)).all(), name
+            else:  # the upper halves of the master are the weights, rounded
+                bits = whole(one, seen, "master_bits").view(np.uint16)
+                assert ((written.view(np.uint32) & 0xFFFF) == bits).all()
+
+
 # ----------------------------------------------------------------------------
 # who has what
 
 LAYOUTS = [
     (CONFIG, 1, 1), (CONFIG, 1, 2), (CONFIG, 1, 4), (CONFIG, 2, 2), (CONFIG, 3, 1), (CONFIG, 3, 2), (CONFIG, 3, 4),
-    (ModelConfig(5, 7, 1, 8, 48, 12), 2, 4), (ModelConfig(1, 3, 4, 2, 6, 4), 3, 2),
+    (ModelConfig(5, 7, 1, 8, 48, 12), 2, 4), (ModelConfig(1, 3, 4, 2, 6, 4), 3, 2), (HEADS, 1, 2), (HEADS, 1, 4), (HEADS, 2, 4),
+    (ModelConfig(2, 8, 2, 5, 40, 8), 1, 4),
 ]  # fmt: skip
 layouts = pytest.mark.parametrize("config, n, parts", LAYOUTS)
 
 
 def cut_by_hand(config, n, rank, parts, part):
-    """Places in a file of what a rank has, in the order of its arena: every layer split as the papers do, then shared out."""
+    """Places in a file of what a rank has, in the order of its arena: every layer split as the papers do, then shared out; -1 for heads
+    that are there to make all parts as large."""
+
+    def padded(layer, axis):
+        width = [(0, 0)] * layer.ndim
+        width[axis] = (0, -config.num_heads % parts * config.head_size)
+        return np.pad(layer, width, constant_values=-1)
+
     places, start = [], 0
     for p, shape in zip(PARAMETERS, parameter_shapes(config).values()):
         numbers = np.arange(start, start + int(np.prod(shape))).reshape(shape)
         start += numbers.size
         for layer in numbers if p.per_layer else [numbers]:
-            if p.name in ("attprojw", "fcprojw"):
+            if p.name == "attprojw":
+                layer = np.split(padded(layer, 1), parts, axis=1)[part]
+            elif p.name == "fcprojw":
                 layer = np.split(layer, parts, axis=1)[part]
             elif p.name in ("wte", "fcw", "fcb"):
                 layer = np.split(layer, parts)[part]
             elif p.name in ("qkvw", "qkvb"):
-                layer = np.concatenate([np.split(block, parts)[part] for block in np.split(layer, 3)])
+                layer = np.concatenate([np.split(padded(block, 0), parts)[part] for block in np.split(layer, 3)])
             places.append(np.split(layer.ravel(), n)[rank])
     return np.concatenate(places)
 
@@ -249,12 +293,13 @@ def cut_by_hand(config, n, rank, parts, part):
 def test_a_rank_has_the_rows_columns_and_blocks_of_its_part_and_its_share_of_these(config, n, parts):
     for rank in range(n):
         for part in range(parts):
-            found, next_begin = [], 0
+            want = cut_by_hand(config, n, rank, parts, part)
+            found, end = np.full(len(want), -1), 0
             for begin, in_file, count in runs(flat_layout(config, n, rank, parts, part)):
-                assert begin == next_begin
-                found.append(np.arange(in_file, in_file + count))
-                next_begin = begin + count
-            assert (np.concatenate(found) == cut_by_hand(config, n, rank, parts, part)).all()
+                assert begin >= end and count > 0
+                found[begin : begin + count] = np.arange(in_file, in_file + count)
+                end = begin + count
+            assert (found == want).all()
 
 
 @layouts
@@ -262,7 +307,8 @@ def test_every_element_is_in_one_part_or_in_all(config, n, parts):
     have = np.zeros(num_parameters(config), int)
     for rank in range(n):
         for part in range(parts):
-            np.add.at(have, cut_by_hand(config, n, rank, parts, part), 1)
+            places = cut_by_hand(config, n, rank, parts, part)
+            np.add.at(have, places[places >= 0], 1)
     start = 0
     for p, shape in zip(PARAMETERS, parameter_shapes(config).values()):
         assert (have[start : start + int(np.prod(shape))] == (parts if p.split is None else 1)).all(), p.name
@@ -280,7 +326,7 @@ def test_no_two_elements_of_a_layer_share_their_noise_but_those_that_all_parts_h
                 taken.append(range(t.noise_first, t.noise_first + t.elements))
                 if part and p.split is None:
                     assert taken.pop() in taken
-        assert sorted(k for share in taken for k in share) == list(range(t.file_elements)), p.name
+        assert sorted(k for share in taken for k in share) == list(range(t.whole_elements * (1 if p.split is None else parts))), p.name
 
 
 @layouts
@@ -290,8 +336,9 @@ def test_files_are_read_whole_or_piece_by_piece_to_the_same_arena(config, n, par
     for rank in range(n):
         for part in range(parts):
             layout = flat_layout(config, n, rank, parts, part)
-            want = whole[cut_by_hand(config, n, rank, parts, part)]
-            flat = torch.empty(len(want))
+            places = cut_by_hand(config, n, rank, parts, part)
+            want = np.where(places < 0, 0, whole[places])
+            flat = torch.zeros(len(want))
             fill(flat, layout, lambda at, count: whole[at : at + count].copy())
             assert (flat.numpy() == want).all()
             for at in range(0, len(want), 997):
@@ -305,23 +352,24 @@ def lonely(config, n, rank, parts, part, **options):
     return GPT2(Plan(o), sharing=Sharing(Plan(o), Group(rank, n, object()), Divided(Group(part, parts, object())), Group(0, 1)))
 
 
-@pytest.mark.parametrize("n, parts", [(1, 2), (1, 4), (2, 2), (3, 4)])
+@pytest.mark.parametrize("config, n, parts", [(CONFIG, 1, 2), (CONFIG, 1, 4), (CONFIG, 2, 2), (CONFIG, 3, 4), (HEADS, 1, 2), (HEADS, 2, 4)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_drawn_or_read_in_parts_are_those_of_the_whole_model(tmp_path, monkeypatch, n, parts, precision):
+def test_weights_drawn_or_read_in_parts_are_those_of_the_whole_model(tmp_path, monkeypatch, config, n, parts, precision):
     monkeypatch.setattr("llmc.gpt2.INIT_PIECE", 32)  # pieces that end in the middle of rows
-    alone = GPT2(Plan(PlanOptions(CONFIG, 1, 4, precision=precision)))
+    alone = GPT2(Plan(PlanOptions(config, 1, 4, precision=precision)))
     alone.init_random()
     path, want = tmp_path / "model.bin", alone.flat["parameters"]
-    write_model(path, CONFIG, precision, [want.view(torch.uint8).numpy()])
+    write_model(path, config, precision, [want.view(torch.uint8).numpy()])
     for rank in range(n):
         for part in range(parts):
-            places = cut_by_hand(CONFIG, n, rank, parts, part)
+            places = torch.from_numpy(cut_by_hand(config, n, rank, parts, part))
+            mine = torch.where(places < 0, torch.zeros((), dtype=want.dtype), want[places])
             for fill_in in (GPT2.init_random, lambda model: load_weights(path, model)):
-                model = lonely(CONFIG, n, rank, parts, part, precision=precision)
+                model = lonely(config, n, rank, parts, part, precision=precision)
                 fill_in(model)
-                assert same_bits(model.flat["parameters"], want[places])
+                assert same_bits(model.flat["parameters"], mine)
                 if precision == "bf16":
-                    assert (model.flat["master"] == want[places]).all()
+                    assert (model.flat["master"] == mine).all()
 
 
 def test_each_part_gets_the_tokens_it_has_by_their_number_there():

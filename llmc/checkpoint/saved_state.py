@@ -17,6 +17,7 @@ from llmc.checkpoint.state_file import (
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
 from llmc.errors import UserError
+from llmc.files import Numbers
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 
@@ -46,6 +47,7 @@ class SavedState:
             self._agree(path, "parameters in it", held[sharded], held[self.sharded])
             self._states.append(state)
         self._file_parameters = held[self.sharded]
+        self._numbers: Numbers | None = None  # of the file that was read last
 
     def _checked_header(self, rank: int) -> np.ndarray:
         path = state_path(self.folder, self.step, rank)
@@ -95,8 +97,10 @@ class SavedState:
         return rank, start // self.num_processes + inside, min(most, share - inside)
 
     def _read_file(self, name: str, rank: int, at: int, n: int) -> np.ndarray:
-        offset = tensor_offset(name, self._file_parameters) + 4 * at
-        return np.fromfile(state_path(self.folder, self.step, rank), "<f4", n, offset=offset)
+        path = state_path(self.folder, self.step, rank)
+        if self._numbers is None or self._numbers.path != path:
+            self._numbers = Numbers(path, "<f4", 0)
+        return self._numbers.read(tensor_offset(name, self._file_parameters) // 4 + at, n)
 
 
 def layers(config: ModelConfig) -> np.ndarray:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from llmc.checkpoint.writer import PIECE_BYTES, WriteAtOnce
-from llmc.checkpoint.model_file import map_parameters, write_model
+from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
-from llmc.files import read_part
+from llmc.files import HEADER_BYTES, Numbers
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
@@ -116,9 +116,8 @@ def rotate(folder, step, *, every, keep, major_every):
 def load_weights(path, model):
     """Fill the parameters, or this rank's share of them, from a model file of the model's own sizes and precision, and start the
     master from them."""
-    mapped = map_parameters(path, model.config, model.plan.options.precision)
-    mapped = mapped.view(np.float32 if model.plan.options.precision == "fp32" else np.int16)
-    fill(model.flat["parameters"], model.layout_of("parameters"), lambda at, n: read_part(mapped, at, n), model.sharing.moved)
+    numbers = Numbers(path, "<f4" if model.plan.options.precision == "fp32" else "<i2", HEADER_BYTES)
+    fill(model.flat["parameters"], model.layout_of("parameters"), numbers.read, model.sharing.moved)
     model.copy_weights_to_master()
 
 
@@ -181,7 +180,7 @@ def fill(flat: torch.Tensor, layout, read, moved=lambda: None):
 
 def read_arena(layout, read, at, n):
     """Elements at..at+n of an arena of that layout, (n,) float32; read(at, n) gives those of a whole."""
-    out, end = np.empty(n, np.float32), at + n
+    out, end = np.zeros(n, np.float32), at + n  # of padding a file has nothing
     for t in layout:
         # of the layers with something of it alone: a part can be very many runs
         first_layer, last_layer = ((place - t.start) // t.elements for place in (max(at, t.start), end - 1))

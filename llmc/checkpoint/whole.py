@@ -50,19 +50,23 @@ def whole_tensors(model, name):
                             sharing.whole.send_from(source, room).wait()
                             yield room
                 continue
-            part, whole = part_room[: t.whole_elements], whole_room[: t.file_elements]
+            part, whole = part_room[: t.whole_elements], whole_room[: t.whole_elements * t.parts]
             for at, n in pieces:
                 part[t.first + at : t.first + at + n].copy_(read(t, l, at, n))
             if ranks > 1:
                 sharing.group.gather_shares([part]).wait()
             model.parts.group.gather_shares([whole], [part]).wait()
             if t.parameter.split == 0:
+                in_file = t.file_elements // t.parameter.blocks
                 for blocks in whole.view(t.parts, t.parameter.blocks, -1).unbind(1):
-                    yield from blocks
+                    yield from (b[: t.real_of(len(b), in_file, p)] for p, b in enumerate(blocks) if t.real_of(len(b), in_file, p))
                 continue
-            for rows in whole.view(t.parts, *t.shape).transpose(0, 1).split(max(1, len(part_room) // (t.shape[1] * t.parts))):
-                room = part_room[: rows.numel()]
-                room.view(rows.shape).copy_(rows)
+            in_file = t.file_shape[1]
+            for rows in whole.view(t.parts, *t.shape).transpose(0, 1).split(max(1, len(part_room) // in_file)):
+                room = part_room[: len(rows) * in_file]
+                for p, columns in enumerate(rows.unbind(1)):
+                    n = t.real_of(t.shape[1], in_file, p)
+                    room.view(-1, in_file)[:, p * t.shape[1] :][:, :n].copy_(columns[:, :n])
                 yield room
 
 

@@ -11,7 +11,8 @@ that emit the one instruction. bf16 is uint16 here; a kernel sees flat arrays, w
 import fcntl
 import hashlib
 import os
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from numba.extending import intrinsic
 
 from llmc.layers.rounding import PRIME_Y
 
+COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
 # what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
@@ -50,31 +52,50 @@ class KeptKernels(IndexDataCacheFile):
     """Compiled code of a kernel on disk, for several processes at once: an index by argument types, and a file for each.
 
     numba's own writes the index before the file, and two processes may choose the same one: a third would be given code that was
-    compiled for other types, and run it. So only one process at a time reads or writes here, and the index comes last.
+    compiled for other types, and run it. So only one process at a time reads or writes here, and the index comes last. Who finds
+    nothing has the kernel to itself until it has saved what it compiled: the ranks of a run wait for one of them to compile.
     """
 
+    _lock = None  # an open file that is locked, while this process reads, compiles or writes
+
     def load(self, key):
-        with self._alone():
-            return super().load(key)
+        self._take_lock()
+        data = super().load(key)
+        if data is not None:
+            self._release_lock()
+        return data
 
     def save(self, key, data):
-        with self._alone():
+        self._take_lock()
+        try:
             overloads = self._load_index()
             names = (self._data_name(number) for number in count(1))
             name = overloads.get(key) or next(name for name in names if name not in overloads.values())
             self._save_data(name, data)
             self._save_index(overloads | {key: name})
+        finally:
+            self._release_lock()
 
-    @contextmanager
-    def _alone(self):
-        try:
-            file = open(os.path.join(self._cache_path, "kernels.lock"), "w")
-        except OSError:  # there is no such folder yet, so nothing to load either; numba makes it before it saves
-            yield
+    def _take_lock(self):
+        if self._lock:
             return
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        try:
+            os.makedirs(self._cache_path, exist_ok=True)
+            lock = open(os.path.join(self._cache_path, self._index_name + ".lock"), "w")
+        except OSError:  # nobody can save here either
+            return
+        deadline = time.monotonic() + COMPILED_AFTER_S
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock
+                return
+            time.sleep(LOOK_AGAIN_S)
+
+    def _release_lock(self):
+        if self._lock:
+            self._lock.close()
+            self._lock = None
 
 
 @cache

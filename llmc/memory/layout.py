@@ -2,14 +2,14 @@
 
 A share holds, tensor after tensor and within a tensor layer after layer, the same N-th of each layer's elements. So it looks like a
 smaller model, every layer of it is summed or gathered in place, and it is what llm.c's ZeRO-1 keeps and writes. With tensor
-parallelism the layers that are shared out are a rank's parts of the whole ones.
+parallelism the layers that are shared out are a rank's parts of the whole ones; of padded heads no file has anything.
 """
 
 from dataclasses import dataclass
 from math import prod
 
 from llmc.config import ModelConfig
-from llmc.memory.tables import PARAMETERS, Parameter, parameter_shapes
+from llmc.memory.tables import PARAMETERS, Parameter, parameter_shapes, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class FlatTensor:
     part: int = 0  # which part
     parts: int = 1
     file_start: int = 0  # where it begins in a file, which holds all parts
+    file_shape: tuple[int, ...] = ()  # of a layer there
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class FlatTensor:
     @property
     def file_elements(self) -> int:
         """Of a layer in a file."""
-        return self.whole_elements * (1 if self.parameter.split is None else self.parts)
+        return prod(self.file_shape)
 
     @property
     def noise_first(self) -> int:
@@ -59,25 +60,31 @@ class FlatTensor:
 
     def _runs_of_part(self):
         """(begin in the part, begin in the whole layer, elements)"""
-        p, n = self.parameter, self.whole_elements
+        p = self.parameter
         if p.split is None or self.parts == 1:
-            return [(0, 0, n)]
-        if p.split == 0:
-            n //= p.blocks
-            return [(b * n, (b * self.parts + self.part) * n, n) for b in range(p.blocks)]
-        columns = self.shape[1]
-        return [(row * columns, (row * self.parts + self.part) * columns, columns) for row in range(self.shape[0])]
+            return [(0, 0, self.whole_elements)]
+        # of each block, or of each row, a file has the parts one after the other, and nothing of their padding
+        count = p.blocks if p.split == 0 else self.shape[0]
+        here, in_file = self.whole_elements // count, self.file_elements // count
+        n = self.real_of(here, in_file)
+        return [(i * here, i * in_file + self.part * here, n) for i in range(count) if n > 0]
+
+    def real_of(self, here: int, in_file: int, part: int | None = None) -> int:
+        """How many of the `here` elements that each part has of something are no padding, where a file has so many of all."""
+        return max(0, min(here, in_file - (self.part if part is None else part) * here))
 
 
 def flat_layout(config: ModelConfig, ranks: int = 1, rank: int = 0, parts: int = 1, part: int = 0) -> tuple[FlatTensor, ...]:
     """The tensors in the share of one of `ranks` of one of `parts`; with one of each, in an arena that holds everything."""
     tensors, start, file_start = [], 0, 0
+    in_file = parameter_shapes(config)
     for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()):
         layers = shape[0] if p.per_layer else 1
         whole = prod(shape) // layers
         assert whole % ranks == 0, f"{ranks} ranks do not divide a layer of {p.name}"
         t = FlatTensor(
-            p, layers, start, whole // ranks, whole // ranks * rank, start * ranks, whole, shape[p.per_layer :], part, parts, file_start
+            p, layers, start, whole // ranks, whole // ranks * rank, start * ranks, whole, shape[p.per_layer :], part, parts, file_start,
+            in_file[p.name][p.per_layer :],
         )  # fmt: skip
         tensors.append(t)
         start, file_start = start + layers * t.elements, file_start + layers * t.file_elements
@@ -88,7 +95,7 @@ def runs(layout):
     """(begin, begin in a file, elements) of everything in an arena of that layout, neighbours in both as one."""
     run = None
     for here, whole, n in (each for t in layout for l in range(t.layers) for each in t.runs_of(l)):
-        if run and whole == run[1] + run[2]:
+        if run and (here, whole) == (run[0] + run[2], run[1] + run[2]):
             run[2] += n
             continue
         if run:
@@ -98,8 +105,9 @@ def runs(layout):
 
 
 def divides(config: ModelConfig, ranks: int, parts: int = 1) -> bool:
-    """Whether every rank's share of every tensor is equally large: a part of any is a multiple of a part of C."""
-    return config.channels // parts % ranks == 0
+    """Whether every rank's share of every tensor is equally large: a part of any is a multiple of a part of C, or of heads' channels."""
+    sizes = sizes_of(config, parts=parts)
+    return sizes["f"] % ranks == 0 == sizes["k"] % ranks
 
 
 def gradient_groups(config: ModelConfig) -> dict:

@@ -268,15 +268,15 @@ class Plan:
         o = self.options
         if o.attention_kind == "cpu":
             return 0
-        heads = o.config.num_heads // o.tensor_parallel
-        BTC = o.B * o.T * o.config.channels // o.tensor_parallel
-        gradients = 3 * BTC * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * heads
+        sizes = plan_sizes(o)
+        heads, BTk = sizes["h"], o.B * o.T * sizes["k"]
+        gradients = 3 * BTk * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * heads
         if o.attention_kind == "cudnn":
-            gradients += 4 * BTC  # dq summed in fp32; a guess, as its workspace is not documented
+            gradients += 4 * BTk  # dq summed in fp32; a guess, as its workspace is not documented
         if o.attention_kind == "flash":
             # it sums dq in fp32, deterministically in one copy for every part of the card that works on a head
             copies = -(-o.processors // (o.B * heads))
-            gradients += 4 * BTC * copies
+            gradients += 4 * BTk * copies
         return gradients
 
     @property
@@ -302,7 +302,7 @@ class Plan:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        heads = self.options.config.num_heads // self.options.tensor_parallel
+        heads = plan_sizes(self.options)["h"]
         beyond = range(low + 1, max(low + 9, self.options.processors // heads + 2))
         return max((B for B in beyond if fits(B)), default=low)
 
@@ -401,7 +401,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "G": max(1, min(o.sample_length, o.config.max_seq_len)),
         "Q": attention_queries(o),
         "Ha": attention_heads(o),
-        "HS": o.config.channels // o.config.num_heads,
+        "HS": o.config.head_size,
     }
 
 
@@ -413,7 +413,7 @@ def attention_queries(o: PlanOptions) -> int:
 def attention_heads(o: PlanOptions) -> int:
     """Heads that it works on at once: those of some whole sequences, or an even part of one's."""
     heads = max(1, TUNING[o.device].score_elements // (attention_queries(o) * o.T))
-    NH = o.config.num_heads // o.tensor_parallel
+    NH = -(-o.config.num_heads // o.tensor_parallel)
     if heads >= NH:
         return min(o.B, heads // NH) * NH
     return -(-NH // -(-NH // heads))
@@ -523,9 +523,10 @@ def _rank_rows(o: PlanOptions):
     if o.tensor_parallel > 1:
         yield "stream", "gathered", "B T C", "act", STEP
         yield "own_inputs", "gathered", "B T", "int64", ("encoder", "encoder")
-        biggest = 4 * o.config.channels**2
-        yield "whole_tensor", "gathered", str(biggest), "fp32", update
-        yield "part_tensor", "gathered", str(biggest // o.tensor_parallel), "fp32", update
+        # all parts of qkvw, or of another with its padding
+        biggest = max(4 * o.config.channels // o.tensor_parallel, 3 * plan_sizes(o)["k"]) * o.config.channels
+        yield "whole_tensor", "gathered", str(biggest * o.tensor_parallel), "fp32", update
+        yield "part_tensor", "gathered", str(biggest), "fp32", update
     if o.ranks == 1:
         return
     layer, outer = layer_elements(o), outer_elements(o)
@@ -591,7 +592,7 @@ def _sample_rows(o: PlanOptions):
     """One row through the model, and the keys and values of the positions before it."""
     sample = ("sample", "sample")
     yield "kv_cache", "sample", "L 2 G k", "act", sample
-    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3k"), ("atty", "k"), ("fch", "4k")):
+    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3k"), ("atty", "k"), ("fch", "4f")):
         yield f"sample_{name}", "sample", "1 " + shape, "act", sample
     yield "sample_stats", "sample", "2 1", "fp32", sample
     if not o.fused:

@@ -8,7 +8,10 @@ letters, resolved against the sizes of one run:
 
 With tensor parallelism a rank has a part of some, written small:
 
-    s tokens of each sequence's share of the stream (T)   k channels of its heads (C)   h its heads (NH)   w its vocabulary (Vp)
+    s tokens of each sequence's share of the stream (T)   h its heads (NH)   k their channels (C)
+    f a quarter of its columns of the MLP (C)   w its vocabulary (Vp)
+
+Where the parts do not divide the heads there are more, whose weights are zero and stay so, as of padded rows of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -40,7 +43,7 @@ class Parameter:
         return next((i for i, word in enumerate(words) if word.lstrip("0123456789") in SPLIT), None)
 
 
-SPLIT = {"s": "T", "k": "C", "h": "NH", "w": "Vp"}  # letter of a part -> of the whole
+SPLIT = {"s": "T", "h": "NH", "k": "C", "f": "C", "w": "Vp"}  # letter of a part -> of the whole
 PARAMETERS = (
     Parameter("wte", "w C", decay=True, init="normal"),
     Parameter("wpe", "maxT C", decay=True, init="normal"),
@@ -52,9 +55,9 @@ PARAMETERS = (
     Parameter("attprojb", "L C"),
     Parameter("ln2w", "L C", init="ones"),
     Parameter("ln2b", "L C"),
-    Parameter("fcw", "L 4k C", decay=True, init="normal"),
-    Parameter("fcb", "L 4k"),
-    Parameter("fcprojw", "L C 4k", decay=True, init="residual"),
+    Parameter("fcw", "L 4f C", decay=True, init="normal"),
+    Parameter("fcb", "L 4f"),
+    Parameter("fcprojw", "L C 4f", decay=True, init="residual"),
     Parameter("fcprojb", "L C"),
     Parameter("lnfw", "C", init="ones"),
     Parameter("lnfb", "C"),
@@ -69,7 +72,8 @@ def sizes_of(config: ModelConfig, B: int = 0, T: int = 0, parts: int = 1) -> dic
         "B": B, "T": T, "C": config.channels, "NH": config.num_heads, "L": config.num_layers,
         "V": config.vocab_size, "Vp": config.padded_vocab_size, "maxT": config.max_seq_len,
     }  # fmt: skip
-    return sizes | {part: sizes[whole] // parts for part, whole in SPLIT.items()}
+    heads = -(-config.num_heads // parts)
+    return sizes | {part: sizes[whole] // parts for part, whole in SPLIT.items()} | {"h": heads, "k": heads * config.head_size}
 
 
 def resolve(shape: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -113,15 +117,15 @@ BLOCK_ACTIVATIONS = (
     Activation("ln2_mean", "B s", "fp32"),
     Activation("ln2_rstd", "B s", "fp32"),
     Activation("ln2", "B s C"),
-    Activation("fch", "B T 4k"),
-    Activation("fch_gelu", "B T 4k"),
+    Activation("fch", "B T 4f"),
+    Activation("fch_gelu", "B T 4f"),
     Activation("residual3", "B s C"),
 )
 
 
 # gradients of activations are transient: they live from the stage that writes them to the last one that reads them
 BLOCK_GRADIENTS = (
-    Activation("dfch", "B T 4k"),
+    Activation("dfch", "B T 4f"),
     Activation("dln2", "B s C"),
     Activation("datty", "B T k"),
     Activation("dqkvr", "B T 3k"),
@@ -158,9 +162,9 @@ FORWARD_STAGES = (
     Stage("attproj", ("atty", "residual"), ("residual2",), ("attprojw", "attprojb"), flops="2 B T C k"),
     Stage("ln2_statistics", ("residual2",), ("ln2_mean", "ln2_rstd")),
     Stage("ln2", ("residual2", "ln2_mean", "ln2_rstd"), ("ln2",), ("ln2w", "ln2b")),
-    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C k"),
+    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C f"),
     Stage("gelu", ("fch",), ("fch_gelu",)),
-    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C k"),
+    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C f"),
 )
 
 LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
@@ -168,10 +172,10 @@ LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
 # the gradient of a bias is a sum over rows, and taken by the stage before its matmul's, which has those rows at hand.
 # a projection's input gradient comes before GELU runs again, so that one pass can do GELU and its gradient
 BACKWARD_STAGES = (
-    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C k"),
+    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C f"),
     Stage("gelu_backward", ("dfch", "fch"), ("dfch",), (), ("fcb",)),
-    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C k"),
-    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C k"),
+    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C f"),
+    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C f"),
     Stage("ln2_backward", ("dresidual", "dln2", "residual2", *LN2), ("dresidual",), ("ln2w",), ("ln2w", "ln2b", "attprojb")),
     Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw",), "4 B T C k"),
     Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), (), ("qkvb",), "5 B T T k"),
