@@ -276,9 +276,11 @@ def notes(s: Settings, run, tokenizer):
             f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "
             "and are in no file"
         )
-    if s.reduce_every_micro_step and (s.zero_stage >= 2 or run.plan.options.ranks == 1):
-        why = f"-z {s.zero_stage} does so anyway" if run.plan.options.ranks > 1 else "there is nobody to sum gradients with"
-        yield f"note: --reduce-every-micro-step 1 changes nothing: {why}"
+    if s.zero_stage < 2 and run.plan.options.reduces_always:
+        yield (
+            f"gradients are summed over processes after each of {run.grad_accum_steps} micro-steps, which gives the bits of -z 2 and 3; "
+            "--reduce-every-micro-step 0 does so once a step and sends less"
+        )
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
     if s.gelu_fusion and s.recompute > 0:

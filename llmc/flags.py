@@ -153,8 +153,8 @@ GROUPS = {
         Flag((), "node-link", float, 0.0, "GBITS", "the same inside a machine, between its -pg neighbours; 0: as --link", at_least=0),
     ),
     "several processes": (
-        Flag((), "reduce-every-micro-step", int, 0, "0|1", "at -z 0 and 1: 0 sums gradients over processes after the last micro-step, "
-             "1 after each, as -z 2 and 3 must: more is sent, and all stages give the same bits", choices=(0, 1)),
+        Flag((), "reduce-every-micro-step", int, 1, "0|1", "sum gradients over processes after each micro-step, as -z 2 and 3 must, so "
+             "that all stages give the same bits; 0: -z 0 and 1 do so once a step, and send less", choices=(0, 1)),
         Flag((), "tensor-parallel", int, 1, "PARTS", "split every layer and the vocabulary over so many processes, neighbours",
              at_least=1),
         Flag((), "tp-recompute-allgather", int, 1, "0|1", "what they gather for a matmul: 1 gathers it again in backward, 0 keeps it",

@@ -269,11 +269,6 @@ def plan_options(
             f"-z {s.zero_stage} shares every tensor out over {ranks} processes, which do not divide {channels}; "
             "use a number that does, or -z 0"
         )
-    if s.reduce_every_micro_step and not divides(config, ranks, parts):
-        raise UserError(
-            f"--reduce-every-micro-step 1 adds up sums in equal shares, and {ranks} processes have none of this model; "
-            "use a number that divides C, or leave it out"
-        )
     return PlanOptions(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
@@ -282,6 +277,7 @@ def plan_options(
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
+        step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
     )  # fmt: skip
 
 

@@ -165,6 +165,7 @@ COMMANDS = (
     "-e d12 -b 8 --master bits16 --optimizer-state bf16 --grad-dtype fp32 --device cuda --precision bf16",
     "-e d12 -b 8 -t 256 --offload-residual --head-chunk 100 --device cuda --precision bf16",
     "-e d6 -b 1 -r 6 --device cpu --precision bf16",
+    "-e d12 -b 16 -pn 2 -z 1 --device cuda --precision bf16",  # micro-steps bring sums of their own
 )
 BUDGETS = (0.95, 0.6, 0.4, 0.2)  # of what the command asks for
 every_command = pytest.mark.parametrize("command", COMMANDS)
@@ -175,8 +176,9 @@ EVERY_WAY = 10**9
 def planned(command) -> tuple[PlanOptions, int]:
     """The options and the number of sequences per step that a command line stands for."""
     s = parse(words_of([command]))
-    options = plan_options(s, config_from_descriptor(s.model), s.precision, s.device)
-    return options, options.B * check_batch(s, World())
+    world = World(num_processes=s.num_processes)
+    options = plan_options(s, config_from_descriptor(s.model), s.precision, s.device, world)
+    return options, options.B * check_batch(s, world)
 
 
 @cache
@@ -208,14 +210,14 @@ def test_every_way_fits_when_its_flags_are_added_to_the_command(command, share):
         assert total(options) == way.total_bytes <= budget, way.flags
         assert kept == sequences and sequences % options.B == 0, way.flags
         assert way.flags, "something has to change"
-        assert replace(options, B=1, recompute=1, master="", optimizer_state="") == replace(
-            planned(command)[0], B=1, recompute=1, master="", optimizer_state=""
-        )
+        may_change = dict(B=1, step_sequences=0, recompute=1, master="", optimizer_state="")
+        assert replace(options, **may_change) == replace(planned(command)[0], **may_change)
 
 
 def combinations(command) -> list[PlanOptions]:
     """Everything there is to try: every batch that divides, level above, form of the master and of m and v; not the command itself."""
     options, sequences = planned(command)
+    options = replace(options, step_sequences=sequences)
     batches, half = [options.B], options.B
     while half > 1:  # each the largest divisor up to half of the one before
         half = max(b for b in range(1, half // 2 + 1) if sequences % b == 0)

@@ -38,7 +38,7 @@ def losses(folder):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_all_stages_train_the_same_model(case, accumulation):
-    total = ["-b", "2", "-d", str(2 * 2 * 32 * accumulation), "--reduce-every-micro-step", "1"]
+    total = ["-b", "2", "-d", str(2 * 2 * 32 * accumulation)]
     folders = [train(case, 2, f"z{z}_{accumulation}", "-z", str(z), *total) for z in range(4)]
     models = [(folder / "model_00000008.bin").read_bytes() for folder in folders]
     assert models == models[:1] * 4

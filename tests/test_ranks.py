@@ -124,6 +124,7 @@ def test_several_micro_steps_log_what_one_rank_logs_of_the_same_tokens(case, tmp
         assert "=> setting grad_accum_steps=2\n" in out
         found, expected = (np.array(re.findall(r"loss (\S+) .*? norm (\S+) ", text), float) for text in (out, outs[0]))
         assert len(found) == 5 and (abs(found - expected) <= [[2e-6, 2e-4]]).all()
+    assert numbers_of(outs[1]) == numbers_of(outs[2])
 
 
 def test_shares_of_an_evaluation_that_are_not_equal_give_what_one_rank_finds(case, tmp_path):

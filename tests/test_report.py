@@ -24,7 +24,7 @@ from llmc.memory.plan import MIB, Plan, PlanOptions
 from llmc.memory.report import (
     COLUMNS, bound, legend, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table,
 )  # fmt: skip
-from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
+from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.traffic import Network, step_traffic
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
@@ -441,7 +441,8 @@ THOUSAND = (
 
 
 def test_a_thousand_ranks_are_planned_for_on_one_machine():
-    o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, recompute=2, device="cuda", ranks=128, zero_stage=3, tensor_parallel=8)
+    o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, recompute=2, device="cuda", ranks=128, zero_stage=3, tensor_parallel=8,
+                    reduce_every_micro_step=True)  # fmt: skip
     network = Network(400.0, 3600.0, 8)
     out = ran(THOUSAND)
     assert out == plan_table(o, 1, H100, network) + "\n"
@@ -468,7 +469,7 @@ def test_plan_prints_the_table_of_what_was_asked():
 def test_plan_json_parses_and_has_every_level():
     told = json.loads(ran(D48_ON_H100, "--json"), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert len(told["levels"]) == 7
-    assert told == {"reasons": []} | plan_json(PlanOptions(D48, 16, 1024, device="cuda"), 1, H100)
+    assert told == {"reasons": []} | plan_json(PlanOptions(D48, 16, 1024, device="cuda", reduce_every_micro_step=True), 1, H100)
     assert (told["ranks"], told["zero_stage"], told["tensor_parallel"], told["link"], told["levels"][0]["sent"]) == (1, 0, 1, None, [])
 
 
@@ -539,3 +540,16 @@ def test_no_form_of_plan_imports_torch(case):
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^exit code (\d)$", done.stdout, re.MULTILINE) == [*("0" for _ in fine), "3", "2"]
     assert "-b auto takes -b 2: the checkpoint's" in done.stdout
+
+
+def test_sums_of_micro_steps_are_planned_where_there_are_several():
+    """A share of the gradients at stages 0 and 1, in the bytes that a run keeps them in, and sums of every micro-step."""
+    plan = "--plan -e d12 -b 4 -pn 2 -z 1 --device cuda --json"
+
+    def row(*flags):
+        return next(row for row in json.loads(ran(plan, *flags))["levels"] if row["recompute"] == 1)
+
+    once, twice, asked = row(), row(f"-d {2 * 4 * 2 * 1024}"), row(f"-d {2 * 4 * 2 * 1024} --reduce-every-micro-step 0")
+    share = num_parameters(config_from_descriptor("d12")) // 2 * 2 / MIB
+    assert once["total_mib"] == asked["total_mib"] and share <= twice["total_mib"] - once["total_mib"] <= 1.01 * share
+    assert twice["sent_mib"] - asked["sent_mib"] == pytest.approx(share)

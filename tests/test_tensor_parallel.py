@@ -163,7 +163,7 @@ def test_zero_stages_give_the_same_bits_on_four_ranks_of_two_parts(ranks, form):
         case(4, 2, stage, level=levels[stage], keep=stage == 1, accumulation=accumulation, steps=2, **FORMS[form])
         for accumulation in (1, 2) for stage in range(4)
     ]  # fmt: skip
-    told = FORMS[form] | {"forms": FORMS[form].get("forms", {}) | {"reduce_every_micro_step": True}}
+    told = FORMS[form] | {"forms": FORMS[form].get("forms", {}) | {"reduce_every_micro_step": True, "step_sequences": 100}}
     cases += [case(4, 2, stage, accumulation=2, steps=2, **told) for stage in (0, 1)]
     answers = ranks.run(*cases, *(case(2, 2, accumulation=accumulation, steps=2, **FORMS[form]) for accumulation in (1, 2)))
     one, two, told = ([everything(*run) for run in zip(cases[i:j], answers[i:j])] for i, j in ((0, 4), (4, 8), (8, 10)))

@@ -77,7 +77,7 @@ def test_zero_sends_what_is_planned(stage, layers):
     for level, micro_steps, ranks in product(LEVELS, (1, 2, 4), (2, 4)):
         o = case(ranks, stage=stage, layers=layers, level=level)
         assert planned(o, micro_steps) == counted(o, micro_steps), (level, micro_steps, ranks)
-    o = case(4, stage=stage, layers=layers, reduce_every_micro_step=True)
+    o = case(4, stage=stage, layers=layers, reduce_every_micro_step=True, step_sequences=6)
     assert planned(o, 3) == counted(o, 3)
 
 

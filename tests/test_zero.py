@@ -23,6 +23,7 @@ FORMS = {
     "bits16": {"precision": "bf16", "master": "bits16", "optimizer_state": "bf16"},
     "grad-fp32": {"precision": "bf16", "grad_dtype": "fp32"},
 }
+EVERY = {"reduce_every_micro_step": True, "step_sequences": 100}
 ULP = 2.0**-23  # of fp32, of numbers from 1 to 2
 
 forms = pytest.mark.parametrize("form", FORMS)
@@ -107,7 +108,7 @@ def test_with_several_micro_steps_stages_0_and_1_and_stages_2_and_3_give_the_sam
 ])  # fmt: skip
 def test_where_every_micro_step_is_summed_over_ranks_all_stages_give_the_same_bits(run, kernels, form, ranks):
     common = dict(kernels=kernels, accumulation=3, steps=2, poisoned=True)
-    everywhere = FORMS[form] | {"reduce_every_micro_step": True}
+    everywhere = FORMS[form] | EVERY
     changes = [(0, "early"), (0, "late"), (1, "late"), (2, "early"), (3, "early")]
     cases = [case(ranks, stage, forms=everywhere, collectives=how, **common) for stage, how in changes]
     assert_same_bits(run, [case(ranks, 2, forms=FORMS[form], **common), *cases])
@@ -223,7 +224,7 @@ def expected_sent(one) -> dict:
     """
     o, A = one.options, one.accumulation
     P, G = (num_parameters(o.config) * DTYPE_BYTES[t] for t in (o.precision, o.gradients))
-    sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 or o.reduce_every_micro_step else 1)}
+    sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 or o.step_sequences else 1)}
     if o.zero_stage == 0:
         sent["all-gather"] += G
     elif o.zero_stage < 3:
@@ -255,7 +256,7 @@ def fetched_layers(o, A) -> int:
 def test_what_a_rank_sends_is_what_the_stage_must(run, ranks, stage):
     cases = [case(ranks, stage, layers=layers, level=level, accumulation=A, forms=FORMS["bf16"], steps=1)
              for layers, level in ((1, 0), (3, 0), (5, 2), (5, 6)) for A in (1, 3)]  # fmt: skip
-    cases.append(case(ranks, stage, accumulation=3, forms=FORMS["bf16"] | {"reduce_every_micro_step": True}, steps=1))
+    cases.append(case(ranks, stage, accumulation=3, forms=FORMS["bf16"] | EVERY, steps=1))
     if stage == 0:
         cases.append(case(ranks, 0, config=replace(CONFIG, num_heads=3, channels=45), forms=FORMS["fp32"], steps=1))
     for one, seen in zip(cases, run(*cases)):

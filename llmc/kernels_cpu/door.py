@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import time
-from contextlib import suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -86,11 +85,14 @@ class KeptKernels(IndexDataCacheFile):
             return
         deadline = time.monotonic() + COMPILED_AFTER_S
         while time.monotonic() < deadline:
-            with suppress(BlockingIOError):
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._lock = lock
                 return
-            time.sleep(LOOK_AGAIN_S)
+            except BlockingIOError:
+                time.sleep(LOOK_AGAIN_S)
+            except OSError:  # a file system that has no locks
+                return
 
     def _release_lock(self):
         if self._lock:

@@ -103,7 +103,9 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     copies = [True, False] if options.async_checkpoint and options.device == "cpu" else [options.async_checkpoint]
     found = []
     for (step, B), level, master, state, copy in product(enumerate(halves), levels, masters, states, copies):
-        changed = replace(options, B=B, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy)
+        changed = replace(
+            options, B=B, step_sequences=total_sequences, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy
+        )
         total = Plan(changed).total_bytes
         if total <= budget_bytes:
             place = (step, level, masters.index(master), states.index(state), copies.index(copy))
@@ -123,7 +125,7 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
 def _way(options, changed, total, total_sequences, halvings) -> Way:
     flags, price, cost = [], [], 0.0
     if changed.B != options.B:
-        flags.append(f"-b {changed.B} -d {total_sequences * options.T}")
+        flags.append(f"-b {changed.B} -d {total_sequences * options.T * options.ranks}")
         price.append(f"{total_sequences // changed.B} micro-steps a step")
         cost += HALF_BATCH_COST * halvings
     if changed.recompute != options.recompute:

@@ -79,7 +79,8 @@ class PlanOptions:
     ranks: int = 1  # that train on data of their own
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
-    reduce_every_micro_step: bool = False  # gradients are summed over ranks after each, as stages 2 and 3 must; else after the last
+    step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps
+    reduce_every_micro_step: bool = False  # of several, gradients are summed over ranks after each, as stages 2 and 3 must
     keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
     processors: int = 132  # of the card, an H100's: flash attention allocates by them
     async_checkpoint: bool = False  # checkpoints are written beside training, from a copy in host memory
@@ -127,7 +128,9 @@ class PlanOptions:
     @property
     def reduces_always(self) -> bool:
         """Whether ranks sum up the gradients of every micro-step, and add up the sums; else those of a step, added up before."""
-        return self.ranks > 1 and (self.zero_stage >= SHARDED_FROM["gradients"] or self.reduce_every_micro_step)
+        if self.zero_stage >= SHARDED_FROM["gradients"]:
+            return self.ranks > 1
+        return self.reduce_every_micro_step and self.shares and self.step_sequences > self.B
 
     @property
     def world(self) -> int:
