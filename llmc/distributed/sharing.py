@@ -2,8 +2,8 @@
 
 What of it a rank holds whole, and what only a share of, is the plan's business (ZeRO, Rajbhandari et al. 2019). Every stage sums the
 same tensors in the same shares and updates the same elements with the same noise, so all stages give the same bits. With several
-micro-steps stages 2 and 3 must sum over ranks before they add up micro-steps; the others do where they are told to, at the price of
-sending as much. (On a CPU without numba torch rounds the last elements of a tensor otherwise than whole vectors: there shares must
+micro-steps stages 2 and 3 must sum over ranks before they add up micro-steps; the others do so too unless they are told to send
+less. (On a CPU without numba torch rounds the last elements of a tensor otherwise than whole vectors: there shares must
 be multiples of 16 elements for that.)
 """
 
