@@ -436,7 +436,7 @@ def loop(run):
             if is_due(run, step, last, stopping):
                 launched = finish_step(run, clock, launched)
                 run.world.progress(f"step {step}, {diagnose.__name__}")
-                diagnose(run, step, stop)
+                diagnose(run, step)
                 agree_to_stop(run)
                 clock.pause()
         if last or stopping:
@@ -606,7 +606,7 @@ def evaluation_ends(run, what: str, batch: int) -> bool:
     return run.stop.agreed
 
 
-def validate(run, step, stop):
+def validate(run, step):
     """Mean loss over the validation batches, always the same ones."""
     run.val_loader.reset()
     means = []
@@ -625,7 +625,7 @@ class Stopped(Exception):
     """A signal came in the middle of an evaluation."""
 
 
-def evaluate(run, step, stop):
+def evaluate(run, step):
     """HellaSwag accuracy."""
     batches = count()  # the same number on all ranks
 
@@ -644,7 +644,7 @@ def evaluate(run, step, stop):
     run.record.phase("HellaSwag", step)
 
 
-def sample(run, step, stop):
+def sample(run, step):
     """Print a text the model makes up, from end-of-text on."""
     from llmc.sampler import sample_softmax
 
@@ -684,7 +684,7 @@ def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
     return periodic or stopping
 
 
-def checkpoint(run, step: int, stop=None):
+def checkpoint(run, step: int):
     """Write everything a resumed run needs to go on as if it had never stopped: now, or beside the next steps."""
     from llmc.checkpoint.snapshot import begin_snapshot
 

@@ -8,12 +8,4 @@
 hosts=${HOSTS:-localhost:${RANKS:-8}}
 export MASTER_ADDR=${MASTER_ADDR:-${hosts%%[:,]*}} # rank 0 runs on the first host
 export LAUNCH="mpirun --host $hosts --map-by slot --bind-to none -x MASTER_ADDR -x MASTER_PORT=${MASTER_PORT:-12345}"
-exec "$(dirname "$0")/run_until_done.sh" "${LOG_DIR:-log_gpt2_124M_multi}" 18865 \
-    -e d12 \
-    -i "dev/data/fineweb10B/fineweb_train_*.bin" \
-    -j "dev/data/fineweb10B/fineweb_val_*.bin" \
-    -b 32 -t 1024 -d 524288 \
-    -r 0 -z 1 \
-    -l 0.0006 -u 700 -q 0.0 -c 0.1 \
-    -v 250 -s 20000 -g 144 -h 1 \
-    -n 1000
+exec "$(dirname "$0")/run_gpt2_124M_multi.sh"

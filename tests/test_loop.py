@@ -538,9 +538,9 @@ def recorded_calls(*argv, asynchronous=False):
 
         return read
 
-    def checkpoint(run, step, stop):
+    def checkpoint(run, step):
         calls.append("checkpoint")
-        return real_checkpoint(run, step, stop)
+        return real_checkpoint(run, step)
 
     with ExitStack() as stack:
         for name, fake in dict(train=train, grad_norm=grad_norm, update=update).items():

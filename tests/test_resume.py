@@ -270,10 +270,10 @@ def test_a_signal_during_the_last_evaluation_still_leaves_a_checkpoint_and_a_log
 
     real = train_gpt2.validate
 
-    def validate(run, step, stop):
+    def validate(run, step):
         if step == 4:
             signal.raise_signal(signal.SIGINT)
-        real(run, step, stop)
+        real(run, step)
 
     out = ran(*argv, "-o", stopped, faked={"validate": validate})
     assert "generating" not in out and out.count("HellaSwag:") == 1 and steps_in(stopped) == [4]

@@ -7,7 +7,6 @@ asks for elements in the order of a whole file and need not know. Source: llm.c 
 
 import os
 from contextlib import suppress
-from math import prod
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.files import Numbers
-from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
+from llmc.memory.layout import flat_layout
+from llmc.memory.tables import num_parameters
 
 
 class SavedState:
@@ -105,12 +105,7 @@ class SavedState:
 
 def layers(config: ModelConfig) -> np.ndarray:
     """(n, 2) int64: first element and end of each layer of each tensor, in file order; what ZeRO cuts into equal shares."""
-    shapes, lengths = parameter_shapes(config), []
-    for p in PARAMETERS:
-        count = config.num_layers if p.per_layer else 1
-        lengths += [prod(shapes[p.name]) // count] * count
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.stack([ends - lengths, ends], axis=1)
+    return np.array([(t.layer(l).start, t.layer(l).stop) for t in flat_layout(config) for l in range(t.layers)], np.int64)
 
 
 def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray) -> tuple[TrainingState, bool]:

@@ -6,6 +6,7 @@ from math import prod
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import levels_of, ways_to_fit
+from llmc.memory.columns import in_columns
 from llmc.memory.cost import bound, extra_flops_percent, least_ms, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import flat_layout
@@ -115,8 +116,7 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
         text = ("+ " if before else "") + more if more else "nothing: all is kept"
         rows.append((f"{level}{mark}", *mib, largest, f"{row['extra_flops_percent']:.1f}%", f"{row['flops_per_byte']:.0f}", text))
         before = NOT_KEPT[level]
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row[:-1], widths)) + "  " + row[-1] for row in (heads, *rows)]
+    lines = in_columns((heads, *rows), numbers=range(len(heads) - 1))
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
     sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network else []
     title = f"memory plan in MiB: {describe(options)}"
@@ -229,12 +229,7 @@ def tensors_table(plan: Plan) -> str:
          ", ".join(first if first == last else f"{first} .. {last}" for first, last in r["lives"]))
         for r in tensor_rows(plan)
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads) - 1)]
-    numbers = (5, 6)
-    lines = [
-        "  ".join(cell.rjust(w) if i in numbers else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))) + "  " + row[-1]
-        for row in (heads, *rows)
-    ]
+    lines = in_columns((heads, *rows), numbers=(5, 6))
     return "\n".join([f"tensors of the plan: {describe(plan.options)}, -r {plan.options.recompute}", "", *lines])
 
 

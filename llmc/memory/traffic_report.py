@@ -1,6 +1,7 @@
 """What ranks send, in words: the columns of a level in --plan --json, and the block below the plan's table."""
 
 from llmc.cards import Budget
+from llmc.memory.columns import in_columns
 from llmc.memory.cost import peak_flops
 from llmc.memory.plan import MIB, PlanOptions
 from llmc.memory.traffic import Network, step_traffic
@@ -51,12 +52,7 @@ def _table(row) -> list[str]:
         for sent in row["sent"]
     ]  # fmt: skip
     rows.append(("in all", "", "", f"{row['sent_mib']:.1f}", "", _in_ms(row["sending_ms"]), ""))
-    widths = [max(len(line[i]) for line in (heads, *rows)) for i in range(len(heads))]
-    numbers = (3, 4, 5)
-    return [
-        "  ".join(cell.rjust(w) if i in numbers else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
-        for line in (heads, *rows)
-    ]
+    return in_columns((heads, *rows), numbers=(3, 4, 5))
 
 
 def _in_ms(ms: float | None) -> str:
