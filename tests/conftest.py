@@ -26,6 +26,17 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture
+def plain_torch():
+    """As the program has it: no autograd; and one thread, as on models this small several only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked gpu are skipped, with the reason, where there is no CUDA device."""
     for item in items:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from case_a import CONFIG, write_case_a
 from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 from test_resume import (
-    KILLER, Crash, assert_same_end, bf16_model_bytes, crash_at, files_of, interrupt, start, steps_in, stop_at,
+    Crash, assert_same_end, bf16_model_bytes, crash_at, files_of, kill_thrice, killed_before_each_call, steps_in, stop_at,
 )  # fmt: skip
 
 import train_gpt2
@@ -298,20 +297,8 @@ def test_a_run_that_crashes_while_the_disk_fails_says_both(case, tmp_path):
 
 def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, request):
     """SIGKILL at random moments of a run that always writes; each time the newest DONE loads, and the end is the straight run's."""
-    chance = random.Random(request.node.name)
-    argv = [*inputs(case), SMALL, "-x 40", QUIET]
-    folder, reached = tmp_path / "log", 0
-    for _ in range(3):
-        process = start(*argv, "-n 1 -nk 2 -y 1", ASYNC, "-o", folder)
-        code, _, err = interrupt(process, signal.SIGKILL, f"step {reached + chance.randint(3, 10):4d}/", chance.uniform(0, 0.03))
-        assert (code, err) == (-signal.SIGKILL, "")
-        newest = max(steps_in(folder))
-        assert newest > reached
-        reached = newest
-        copy = tmp_path / f"copy_{reached}"
-        shutil.copytree(folder, copy)
-        assert f"resuming at step {reached}" in ran(*argv, "-y 1 -n 0 -x", reached, "-o", copy)
-    assert reached < 40
+    folder, argv = tmp_path / "log", [*inputs(case), SMALL, "-x 40", QUIET]
+    assert kill_thrice(random.Random(request.node.name), folder, argv, "-n 1 -nk 2 -y 1", ASYNC, most=10) < 40
     ran(*argv, "-n 1 -nk 2 -y 1", ASYNC, "-o", folder)
     ran(*argv, "-n 1 -nk 2 -o", tmp_path / "straight")
     assert_same_end(folder, tmp_path / "straight", 40)
@@ -320,23 +307,8 @@ def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, r
 
 def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case, tmp_path):
     """As the test of this name of a run that waits. The calls of the two threads come in any order, so the points do too."""
-    argv = [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1 --kernels torch", QUIET, ASYNC]
-    straight = tmp_path / "straight"
-    ran(*argv, "-o", straight)
-    words = words_of([tmp_path, "--device cpu --threads 1", *argv])
-    result = subprocess.run([sys.executable, "-c", KILLER, *words], cwd=REPO, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    points, code = map(int, result.stdout.split())
-    assert code == 0 and points > 39
-    seen = set()
-    for folder in (tmp_path / str(fatal) for fatal in range(1, points)):
-        before = max(steps_in(folder), default=0)
-        out = ran(*argv, "-y 1", "-o", folder)
-        assert ("resuming at step" in out) == (before > 0) and len(losses(out)) == 2 - before
-        assert_same_end(folder, straight, 2)
-        assert {path.name for path in folder.iterdir()} == {path.name for path in straight.iterdir()}
-        seen.add(before)
-    assert seen == {0, 1, 2}
+    seen = killed_before_each_call(tmp_path, [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1 --kernels torch", QUIET, ASYNC], timeout_s=240)
+    assert set(seen) == {0, 1, 2}
 
 
 # ----------------------------------------------------------------------------

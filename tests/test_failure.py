@@ -22,6 +22,7 @@ from conftest import REPO
 from ranks import KILLED, environment
 from ranks_program import LONGEST_S, ran, start
 from test_loop import inputs, words_of
+from test_resume import steps_in
 
 KILLS = 5  # of each run
 LAST = 72
@@ -33,10 +34,6 @@ RUNS = {
     "torchrun --max-restarts": "-b 2 --kernels torch -z 1",
     "run_until_done.sh": "-b 2 --kernels torch -z 1 --async-checkpoint 1",
 }
-
-
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("DONE_" + 8 * "[0-9]"))
 
 
 @dataclass

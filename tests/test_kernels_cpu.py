@@ -68,15 +68,9 @@ few_partials = small_chunks
 
 
 @pytest.fixture(autouse=True)
-def as_in_the_program(monkeypatch):
+def as_in_the_program(monkeypatch, plain_torch):
     """On the CPU, card or not."""
     monkeypatch.setattr(test_kernels, "DEVICE", "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    yield
-    torch.set_grad_enabled(True)
-    torch.set_num_threads(threads)
 
 
 def test_kernels_have_the_names_and_arguments_of_the_torch_functions():

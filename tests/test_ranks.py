@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from conftest import REPO
 from ranks import environment
 from ranks_program import LONGEST_S, ran, start
 from test_loop import inputs, losses, words_of
+from test_resume import keep_only, steps_in
 
 import train_gpt2
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
@@ -47,10 +47,6 @@ def share_of(flat, rank, n) -> np.ndarray:
 
 def files(folder, *names) -> list[bytes]:
     return [(folder / name).read_bytes() for name in names]
-
-
-def steps_in(folder) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("DONE_" + 8 * "[0-9]"))
 
 
 # ----------------------------------------------------------------------------
@@ -173,7 +169,7 @@ def endless_evaluations():
 PATIENCE_S = 4
 
 
-def endless(real, run, step, stop):
+def endless(real, run, step):
     if step == 2:
         judge = run.world.watch.judge
         judge.waits_silently, judge.timeout_s = True, PATIENCE_S
@@ -182,7 +178,7 @@ def endless(real, run, step, stop):
         else:
             run.val_batches = 10**6
         print("from here on", flush=True)
-    real(run, step, stop)
+    real(run, step)
 
 
 @pytest.mark.parametrize("n, flags, whom", [
@@ -205,12 +201,6 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end_nor_for_a_step(
     ran(n, tmp_path / "c", *argv, "-y 1 -o", stopped)
     names = [path.name for path in straight.iterdir() if "00000004" in path.name]
     assert len(names) > 3 and files(stopped, "main.log", *names) == files(straight, "main.log", *names)
-
-
-def keep_only(folder, step, target):
-    """A copy of the folder with the checkpoint of that step alone."""
-    shutil.copytree(folder, target, ignore=lambda _, names: [name for name in names if f"{step:08d}" not in name and "log" not in name])
-    return target
 
 
 def test_a_run_goes_on_on_other_numbers_of_ranks_and_serves_its_epoch_once(case, tmp_path):

@@ -14,15 +14,7 @@ except ImportError:
     door = None
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 def counting(*shape, start=0):

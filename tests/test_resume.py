@@ -462,24 +462,28 @@ def test_a_signal_while_the_terminal_is_stuck_does_not_end_in_a_traceback(case, 
     assert (process.returncode, err) == (0, "") and "SIGTERM: finishing this step" in out and steps_in(tmp_path) == [len(losses(out))]
 
 
-def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, request):
-    """SIGKILL at random moments of a run that always writes; each time the newest DONE loads, and the end is the straight run's."""
-    chance = random.Random(request.node.name)
-    argv = [*inputs(case), SIGNALLED, "-n 1 -nk 2 -y 1"]
-    folder, reached = tmp_path / "log", 0
+def kill_thrice(chance, folder, argv, *writing, most) -> int:
+    """SIGKILL at random moments, `most` steps apart at most, of a run with the flags `writing`; each time the newest DONE must load, in
+    a copy. The step that was reached."""
+    reached = 0
     for _ in range(3):
-        code, _, err = interrupt(
-            start(*argv, "-o", folder), signal.SIGKILL, f"step {reached + chance.randint(3, 14):4d}/", chance.uniform(0, 0.03)
-        )
+        process = start(*argv, *writing, "-o", folder)
+        code, _, err = interrupt(process, signal.SIGKILL, f"step {reached + chance.randint(3, most):4d}/", chance.uniform(0, 0.03))
         assert (code, err) == (-signal.SIGKILL, "")
         newest = max(steps_in(folder))
         assert newest > reached
         reached = newest
-        copy = tmp_path / f"copy_{reached}"
+        copy = folder.with_name(f"copy_{reached}")
         shutil.copytree(folder, copy)
-        assert f"resuming at step {reached}" in ran(*inputs(case), SIGNALLED, "-y 1 -n 0 -x", reached, "-o", copy)
-    assert reached < 60
-    ran(*argv, "-o", folder)
+        assert f"resuming at step {reached}" in ran(*argv, "-y 1 -n 0 -x", reached, "-o", copy)
+    return reached
+
+
+def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, request):
+    """SIGKILL at random moments of a run that always writes; each time the newest DONE loads, and the end is the straight run's."""
+    folder, argv = tmp_path / "log", [*inputs(case), SIGNALLED]
+    assert kill_thrice(random.Random(request.node.name), folder, argv, "-n 1 -nk 2 -y 1", most=14) < 60
+    ran(*argv, "-n 1 -nk 2 -y 1 -o", folder)
     assert_same_end(folder, reference(case, 1), 60)
     assert steps_in(folder) == [59, 60], "a crash leaves no old checkpoint behind"
 
@@ -521,29 +525,33 @@ while True:
 """
 
 
-def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case, tmp_path):
-    """Two checkpoints with -nk 1: killed before each fsync, rename and removal in turn. A checkpoint that is marked done is never lost,
-    and the run that goes on leaves the same files as one that was never killed."""
-    argv = [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1", QUIET]
-    straight = tmp_path / "straight"
+def killed_before_each_call(folder, argv, timeout_s=120) -> list[int]:
+    """Run argv to step 2, killed before each fsync, rename and removal in turn; the checkpoint that each left. Each goes on to the files
+    of a run that was never killed."""
+    straight = folder / "straight"
     ran(*argv, "-o", straight)
-    words = words_of([tmp_path, "--device cpu --threads 1", *argv])
-    result = subprocess.run([sys.executable, "-c", KILLER, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
+    words = words_of([folder, "--device cpu --threads 1", *argv])
+    result = subprocess.run([sys.executable, "-c", KILLER, *words], cwd=REPO, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, result.stderr
     points, code = map(int, result.stdout.split())
     # 2 checkpoints of 4 files and the record of start, first step, checkpoint and end, each synced, renamed and synced again, and 1 removed
     assert code == 0 and points > 39
     seen = []
-    for fatal in range(1, points):
-        folder = tmp_path / str(fatal)
-        before = max(steps_in(folder), default=0)
-        if (folder / "memory.json").exists():
-            assert phases(folder)[0] == ("build", 0), "it is whole at any time"
-        out = ran(*argv, "-y 1", "-o", folder)
+    for left in (folder / str(fatal) for fatal in range(1, points)):
+        before = max(steps_in(left), default=0)
+        if (left / "memory.json").exists():
+            assert phases(left)[0] == ("build", 0), "it is whole at any time"
+        out = ran(*argv, "-y 1", "-o", left)
         assert ("resuming at step" in out) == (before > 0) and len(losses(out)) == 2 - before
-        assert_same_end(folder, straight, 2)
-        assert {path.name for path in folder.iterdir()} == {path.name for path in straight.iterdir()}
+        assert_same_end(left, straight, 2)
+        assert {path.name for path in left.iterdir()} == {path.name for path in straight.iterdir()}
         seen.append(before)
+    return seen
+
+
+def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case, tmp_path):
+    """Two checkpoints with -nk 1. A checkpoint that is marked done is never lost."""
+    seen = killed_before_each_call(tmp_path, [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1", QUIET])
     assert seen == sorted(seen) and set(seen) == {0, 1, 2}
 
 

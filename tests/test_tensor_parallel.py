@@ -38,6 +38,7 @@ from llmc.memory.layout import flat_layout, runs
 from llmc.memory.plan import Plan, PlanOptions
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
 TWO_LAYERS = replace(CONFIG, num_layers=2)
 PADDED = replace(TWO_LAYERS, vocab_size=14)  # of 2 parts the second is all padding, of 4 all but the first
 HEADS = replace(TWO_LAYERS, num_heads=3, channels=48)  # of 2 parts the second has one of padding, of 4 the last has no other
@@ -55,16 +56,6 @@ def ranks():
     started = Ranks(parts_model.serve)
     yield started
     started.stop()
-
-
-@pytest.fixture(autouse=True)
-def as_the_program_does():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    yield
-    torch.set_grad_enabled(True)
-    torch.set_num_threads(threads)
 
 
 def everything(case, seen):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 from conftest import REPO
 from ranks import environment
 from sent_program import Counting, sent_by
@@ -25,18 +24,9 @@ from llmc.memory.traffic import PURPOSES, Network, Sent, ring, step_traffic
 CONFIG = ModelConfig(max_seq_len=16, vocab_size=61, num_layers=3, num_heads=4, channels=64, padded_vocab_size=64)
 # heads and vocabulary as odd as ranks: 3 of them, or 3 x 5
 ODD = ModelConfig(max_seq_len=15, vocab_size=70, num_layers=2, num_heads=3, channels=45, padded_vocab_size=75)
+pytestmark = pytest.mark.usefixtures("plain_torch")
 LEVELS = tuple(NOT_KEPT)
 needs_numba = pytest.mark.skipif(bool(why_no_cpu_kernels()), reason="tensor parallelism needs numba on a CPU")
-
-
-@pytest.fixture(autouse=True)
-def plain_torch():
-    """One thread: on models this small several only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(threads)
 
 
 def case(ranks=1, parts=1, stage=0, *, layers=3, level=1, keep=False, config=CONFIG, precision="fp32", B=2, **forms) -> PlanOptions:
