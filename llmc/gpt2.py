@@ -16,7 +16,6 @@ from llmc.data.order import token_order
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
-from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
 from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.distributed.sharing import Alone
@@ -240,7 +239,7 @@ class GPT2:
 
     def _attention(self, l):
         if self.attention == "cpu":
-            attention_cpu_forward(l.atty, l.qkvr, self.NH, self.acts, self.ops)
+            self.ops.attention_cpu_forward(l.atty, l.qkvr, self.NH, self.acts)
         else:
             attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
 
@@ -450,7 +449,7 @@ class GPT2:
     def _attention_backward(self, l):
         a = self.acts
         if self.attention == "cpu":
-            attention_cpu_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, self.NH, a, self.ops, accumulate=self.accumulate)
+            self.ops.attention_cpu_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, self.NH, a, accumulate=self.accumulate)
             return
         gradients = attention_gradients(a["datty"], l.qkvr, l.atty, l.lse, self.NH, self.attention)
         self.ops.pack_gradients(a["dqkvr"], l.dqkvb, gradients, self.NH, a, accumulate=self.accumulate)

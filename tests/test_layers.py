@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmc.config import ModelConfig
 from llmc.data.order import token_order
-from llmc.layers import attention_operations
 from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, rounding_pieces
 from llmc.layers.attention import attention_one_row, pack_gradients
 from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
@@ -25,6 +25,7 @@ from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layerno
 from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rounding import noise_2d, round_to_bf16
+from llmc.memory.plan import Plan, PlanOptions
 from oracle import adamw, assert_as_good_as_eager, attention
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -704,17 +705,34 @@ def test_gelu_may_write_over_its_input(dtype):
 # attention
 
 
-SOFTMAX = SimpleNamespace(**attention_operations())
+@pytest.fixture(params=["torch", "numba"])
+def cpu(request):
+    """A CPU's attention: forward, backward, and what makes working room for them, of some heads and queries, or of that many workers."""
+    if request.param == "torch":
+        return SimpleNamespace(forward=attention_cpu_forward, backward=attention_cpu_backward, room=torch_attention_room)
+    pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU", exc_type=ImportError)
+    from llmc.kernels_cpu.attention import attention_cpu_backward as backward
+    from llmc.kernels_cpu.attention import attention_cpu_forward as forward
+
+    return SimpleNamespace(forward=forward, backward=backward, room=numba_attention_room)
 
 
-def attention_scratch(T, C, NH, heads=2, queries=32):
+def torch_attention_room(B, T, C, NH, dtype, heads=2, queries=32):
     return {
         "attention_rows": unwritten(7, heads, T, C // NH), "attention_scores": unwritten(2, heads, queries, T),
         "attention_mask": unwritten(queries, queries), "attention_sums": unwritten(2, 3 * C),
     }  # fmt: skip
 
 
-ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1)]  # B, T, C, NH
+def numba_attention_room(B, T, C, NH, dtype, workers=2, _=None):
+    config = ModelConfig(max_seq_len=T, vocab_size=2, num_layers=1, num_heads=NH, channels=C, padded_vocab_size=2)
+    planned = Plan(PlanOptions(config, B, T, "fp32" if dtype == torch.float32 else "bf16", kernels="numba")).tensors.values()
+    shapes = {t.name: ((workers, *t.shape[1:]), t.dtype) for t in planned if t.name.startswith("attention_")}
+    room = {name: unwritten(*shape, dtype=torch.float32 if kind == "fp32" else dtype) for name, (shape, kind) in shapes.items()}
+    return room | {"attention_bias": unwritten(B, 3 * C)}
+
+
+ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1), (1, 192, 160, 2)]  # B, T, C, NH
 # heads and queries at once: one of each, uneven parts, blocks that T is a multiple of, several sequences, and more than there are
 ROOMS = [(1, 1), (2, 5), (3, 33), (10, 64), (99, 999)]
 
@@ -723,15 +741,15 @@ ROOMS = [(1, 1), (2, 5), (3, 33), (10, 64), (99, 999)]
 @pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
 @pytest.mark.parametrize("heads, queries", ROOMS)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(B, T, C, NH, dtype, heads, queries, accumulate):
+def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(cpu, B, T, C, NH, dtype, heads, queries, accumulate):
     """Against (T, T) scores, masked, softmaxed and multiplied out in float64. The bias is that of q, k and v packed."""
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1, scale=1.5), noise(B, T, C, dtype=dtype, seed=2)
     before = {"dbias": noise(3 * C, dtype=dtype, seed=3)} if accumulate else {}
     atty, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype)
     dbias = before["dbias"].clone() if accumulate else unwritten(3 * C, dtype=dtype)
-    kept, scratch = qkvr.clone(), attention_scratch(T, C, NH, heads, queries)
-    attention_cpu_forward(atty, qkvr, NH, scratch, SOFTMAX)
-    attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, SOFTMAX, accumulate=accumulate)
+    kept, scratch = qkvr.clone(), cpu.room(B, T, C, NH, dtype, heads, queries)
+    cpu.forward(atty, qkvr, NH, scratch)
+    cpu.backward(dqkvr, dbias, datty, qkvr, NH, scratch, accumulate=accumulate)
     exact, eager = attention(qkvr.double(), NH), attention(qkvr, NH)
     assert_as_good_as_eager(atty, eager, exact, what="atty")
     leaves = [qkvr, torch.zeros(3 * C, dtype=dtype)]
@@ -740,30 +758,51 @@ def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(
 
 
 @dtypes
-def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul_s_precision(dtype):
+def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul_s_precision(cpu, dtype):
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
     results, precision = [], torch.backends.mkldnn.matmul.fp32_precision
     for garbage in (nan, 0.0, 1e30):
-        scratch = {name: room.fill_(garbage) for name, room in attention_scratch(T, C, NH, 3, 20).items()}
+        scratch = {name: room.fill_(garbage) for name, room in cpu.room(B, T, C, NH, dtype, 3, 20).items()}
         outs = [unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), unwritten(3 * C, dtype=dtype)]
-        attention_cpu_forward(outs[0], qkvr, NH, scratch, SOFTMAX)
-        attention_cpu_backward(outs[1], outs[2], datty, qkvr, NH, scratch, SOFTMAX, accumulate=False)
+        cpu.forward(outs[0], qkvr, NH, scratch)
+        cpu.backward(outs[1], outs[2], datty, qkvr, NH, scratch, accumulate=False)
         results.append(outs)
     assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
 
 
-def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earlier_ones():
-    """What the mask adds to is overwritten by minus infinity only if it is a number: a NaN may spread to later tokens, never back."""
-    B, T, C, NH = 1, 40, 8, 2
+@dtypes
+def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(dtype):
+    """Of numba's; torch's takes heads that it has room for together."""
+    pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU", exc_type=ImportError)
+    from llmc.kernels_cpu.functions import numba_operations
+
+    ops, before = SimpleNamespace(**numba_operations()), torch.get_num_threads()
+    B, T, C, NH = 2, 67, 40, 4
+    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
+    results = []
+    for threads, workers in ((1, 1), (2, 2), (2, 1), (3, 3), (5, 9)):
+        torch.set_num_threads(threads)
+        outs = [unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), unwritten(3 * C, dtype=dtype)]
+        room = numba_attention_room(B, T, C, NH, dtype, workers)
+        ops.attention_cpu_forward(outs[0], qkvr, NH, room)
+        ops.attention_cpu_backward(outs[1], outs[2], datty, qkvr, NH, room, accumulate=False)
+        results.append(outs)
+    torch.set_num_threads(before)
+    assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
+
+
+def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earlier_ones(cpu):
+    """A NaN may spread to later tokens, and within a block of queries, never back to one before."""
+    B, T, C, NH = 1, 100, 8, 2
     qkvr, atty = noise(B, T, 3 * C, seed=1), unwritten(B, T, C)
     want = atty.clone()
-    scratch = attention_scratch(T, C, NH, 2, 16)
-    attention_cpu_forward(want, qkvr, NH, scratch, SOFTMAX)
-    qkvr[:, 32:] = inf
-    attention_cpu_forward(atty, qkvr, NH, scratch, SOFTMAX)
-    assert same_bits(atty[:, :32].contiguous(), want[:, :32].contiguous())
+    scratch = cpu.room(B, T, C, NH, torch.float32, 2, 16)
+    cpu.forward(want, qkvr, NH, scratch)
+    qkvr[:, 64:] = inf
+    cpu.forward(atty, qkvr, NH, scratch)
+    assert same_bits(atty[:, :64].contiguous(), want[:, :64].contiguous()) and atty[:, 64:].isnan().all()
 
 
 @dtypes
@@ -781,13 +820,13 @@ def test_packed_gradients_are_those_of_the_heads_side_by_side(B, T, C, NH, dtype
 
 
 @dtypes
-def test_attention_error_is_a_few_roundings(dtype):
+def test_attention_error_is_a_few_roundings(cpu, dtype):
     """The yardstick above is torch's kernel; this bound is not: some roundings of the largest value."""
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
-    atty, dqkvr, scratch = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), attention_scratch(T, C, NH)
-    attention_cpu_forward(atty, qkvr, NH, scratch, SOFTMAX)
-    attention_cpu_backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, NH, scratch, SOFTMAX, accumulate=False)
+    atty, dqkvr, scratch = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), cpu.room(B, T, C, NH, dtype)
+    cpu.forward(atty, qkvr, NH, scratch)
+    cpu.backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, NH, scratch, accumulate=False)
     exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
     unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
     assert (atty.double() - exact).abs().max() <= 8 * unit * exact.abs().max()
@@ -795,7 +834,7 @@ def test_attention_error_is_a_few_roundings(dtype):
 
 
 @dtypes
-def test_attention_does_not_see_the_future(dtype):
+def test_attention_does_not_see_the_future(cpu, dtype):
     B, T, C, NH = 2, 33, 40, 4
     qkvr = noise(B, T, 3 * C, dtype=dtype, seed=1)
     changed = qkvr.clone()
@@ -803,7 +842,7 @@ def test_attention_does_not_see_the_future(dtype):
     results = []
     for x in (qkvr, changed):
         atty = unwritten(B, T, C, dtype=dtype)
-        attention_cpu_forward(atty, x, NH, attention_scratch(T, C, NH), SOFTMAX)
+        cpu.forward(atty, x, NH, cpu.room(B, T, C, NH, dtype))
         results.append(atty)
     assert same_bits(results[0][:, :20].contiguous(), results[1][:, :20].contiguous())
     assert not torch.equal(results[0][:, 20:], results[1][:, 20:])

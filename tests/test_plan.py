@@ -143,9 +143,14 @@ TRITON_ROOM = {
     "update": {"update_layout", "update_numbers"},
 }  # fmt: skip
 NUMBA_ROOM = {stage: names for stage, names in TRITON_ROOM.items() if stage != "update"}
-# attention's own on a CPU, whoever runs the rest
-ATTENTION_ROOM = {stage: {"attention_rows", "attention_scores", "attention_mask"} for stage in ("attention", "attention_backward")}
-ATTENTION_ROOM["attention_backward"] |= {"attention_sums"}
+# of attention on a CPU: numba's kernels have other room than torch's operations, which serve beside Triton's kernels too
+for rooms, names in (
+    (TORCH_ROOM, "rows scores mask"),
+    (TRITON_ROOM, "rows scores mask"),
+    (NUMBA_ROOM, "packed scores weights queries block sums"),
+):
+    rooms["attention"] = {f"attention_{name}" for name in names.split()}
+    rooms["attention_backward"] = rooms["attention"] | {"attention_sums"} | ({"attention_bias"} if rooms is NUMBA_ROOM else set())
 # the matmuls of either, where the gradients of bf16 weights are fp32
 MATMUL_ROOM = {stage: {"widened"} for stage in ("fcproj_dweight", "fc_backward", "attproj_backward", "qkv_backward")}
 # what the stages outside the blocks touch in either form, as gpt2.py reads
@@ -160,8 +165,8 @@ OUTSIDE = {
 }
 STAGE = {s.name: s for s in (*FORWARD_STAGES, *BACKWARD_STAGES)}
 FIRST_NORM, LAST_NORM = ("ln1", "ln1_mean", "ln1_rstd"), ("lnf", "lnf_mean", "lnf_rstd")
-ROOM = set().union(*TORCH_ROOM.values(), *TRITON_ROOM.values(), *MATMUL_ROOM.values(), *ATTENTION_ROOM.values())
 ROOMS = {"torch": TORCH_ROOM, "triton": TRITON_ROOM, "numba": NUMBA_ROOM}
+ROOM = {name for rooms in (*ROOMS.values(), MATMUL_ROOM) for names in rooms.values() for name in names}
 # zeroed at the first micro-step, added to at each, read after the last and after the update; evaluation and sampling leave them be
 ALWAYS = {"losses"}
 
@@ -174,7 +179,7 @@ def timeline(plan):
     room = ROOMS[plan.options.kernel_set]
 
     def room_of(name):
-        return room.get(name, set()) | MATMUL_ROOM.get(name, set()) | ATTENTION_ROOM.get(name, set())
+        return room.get(name, set()) | MATMUL_ROOM.get(name, set())
 
     def launch(*names, more=()):
         """Some stages in one pass, and names that it touches beside."""
@@ -286,7 +291,8 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("triton", "column_partials", "dln2"), ("triton", "column_partials", "lnf"),
     ("triton", "token_order", "dresidual"), ("triton", "token_order", "token_groups"), ("triton", "update_layout", "grad_norm"),
     ("triton", "norm_partials", "losses"), ("triton", "update_parameter", "noise"), ("triton", "token_seed", "fch"),
-    ("numba", "column_partials", "dfch"), ("torch", "attention_scores", "qkvr"), ("numba", "attention_rows", "datty"),
+    ("numba", "column_partials", "dfch"), ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
+    ("numba", "attention_bias", "dqkvr"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):

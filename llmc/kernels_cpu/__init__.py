@@ -1,4 +1,4 @@
-"""numba kernels for everything that is not a matmul or attention, for CPUs: one pass over memory each, on all cores.
+"""numba kernels for everything that is not a matmul, for CPUs, on all cores: one pass over memory each, and attention.
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports numba; a machine without it
 trains with the torch operations.

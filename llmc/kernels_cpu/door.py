@@ -16,16 +16,20 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
+import llvmlite.binding
 import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, prange, types  # noqa: F401
 from numba.core.caching import IndexDataCacheFile
+from numba.core.codegen import get_host_cpu_features
+from numba.core.cgutils import alloca_once, for_range, get_or_insert_function  # noqa: F401
 from numba.extending import intrinsic
 
 from llmc.layers.rounding import PRIME_Y
 
+LLVM = llvmlite.binding.llvm_version_info
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
@@ -108,6 +112,13 @@ def sources():
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
 
 
+def processor_features() -> frozenset:
+    """Of the processor that numba compiles for, this one unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES says otherwise: LLVM's names."""
+    features = numba.config.CPU_FEATURES
+    features = get_host_cpu_features() if features is None else features
+    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+
+
 def launch(kernel, *args):
     """Run a kernel on as many threads as torch uses."""
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
@@ -126,6 +137,11 @@ def array(tensor):
     if flat.element_size() == 2:
         return flat.view(torch.int16).numpy().view(np.uint16)
     return flat.numpy()
+
+
+def factors(tensor):
+    """The same as the factors of products: see tiles.py."""
+    return tensor.view(-1).view(torch.int32).numpy().view(np.uint32) if tensor.element_size() == 2 else array(tensor)
 
 
 # ----------------------------------------------------------------------------
@@ -210,7 +226,7 @@ def _sqrt_of(builder):
 # memory
 
 
-def _place(context, builder, kind, array, index):
+def place_of(context, builder, kind, array, index):
     data = context.make_array(kind)(context, builder, array).data
     return builder.gep(data, [index], inbounds=True)
 
@@ -220,7 +236,7 @@ def load(typing, array, index):
     """array[index] as fp32; no check and no index from the end."""
 
     def emit(context, builder, signature, values):
-        x = builder.load(_place(context, builder, array, *values))
+        x = builder.load(place_of(context, builder, array, *values))
         if array.dtype == types.uint16:
             x = builder.bitcast(builder.shl(builder.zext(x, INT32), INT32(16)), FLOAT)
         return x
@@ -233,14 +249,14 @@ def store(typing, array, index, x):
     """array[index] = x, an fp32, rounded to nearest even where the array is bf16."""
 
     def emit(context, builder, signature, values):
-        place, x = _place(context, builder, array, *values[:2]), values[2]
-        builder.store(_nearest(builder, x) if array.dtype == types.uint16 else x, place)
+        place, x = place_of(context, builder, array, *values[:2]), values[2]
+        builder.store(nearest(builder, x) if array.dtype == types.uint16 else x, place)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), emit
 
 
-def _nearest(builder, x):
+def nearest(builder, x):
     bits = builder.bitcast(x, INT32)
     odd = builder.and_(builder.lshr(bits, INT32(16)), INT32(1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, INT32(0x7FFF))), INT32(16))
@@ -255,7 +271,7 @@ def store_rounded(typing, array, index, x, noise):
     """
 
     def emit(context, builder, signature, values):
-        place, x, noise = _place(context, builder, array, *values[:2]), *values[2:]
+        place, x, noise = place_of(context, builder, array, *values[:2]), *values[2:]
         if array.dtype == types.uint16:
             bits, low = builder.bitcast(x, INT32), INT32(0xFFFF)
             carry = builder.sub(low, builder.and_(noise, low))
@@ -272,7 +288,7 @@ def load_bits(typing, array, index):
     """array[index], 16 bits, as uint32."""
 
     def emit(context, builder, signature, values):
-        return builder.zext(builder.load(_place(context, builder, array, *values)), INT32)
+        return builder.zext(builder.load(place_of(context, builder, array, *values)), INT32)
 
     return types.uint32(array, types.intp), emit
 
@@ -282,7 +298,7 @@ def store_bits(typing, array, index, x):
     """array[index] = the lower 16 bits of x, a uint32."""
 
     def emit(context, builder, signature, values):
-        builder.store(builder.trunc(values[2], INT16), _place(context, builder, array, *values[:2]))
+        builder.store(builder.trunc(values[2], INT16), place_of(context, builder, array, *values[:2]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.uint32), emit

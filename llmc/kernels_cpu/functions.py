@@ -1,7 +1,7 @@
 """All kernels' launchers, by the names of their counterparts in llmc/layers/."""
 
 from llmc.kernels_cpu.adamw import adamw_update
-from llmc.kernels_cpu.attention import causal_softmax_backward_inplace, causal_softmax_inplace
+from llmc.kernels_cpu.attention import attention_cpu_backward, attention_cpu_forward
 from llmc.kernels_cpu.encoder import encoder_backward, encoder_forward
 from llmc.kernels_cpu.fused_classifier import fused_classifier_inplace
 from llmc.kernels_cpu.gelu import gelu_backward_inplace, gelu_forward
@@ -10,10 +10,10 @@ from llmc.kernels_cpu.layernorm import layernorm_backward, layernorm_forward, la
 
 
 def numba_operations() -> dict:
-    """Name -> launcher. A CPU's attention needs none of the others: it packs its gradients, and sums its bias', itself."""
+    """Name -> launcher. Attention needs none of the others: it packs its gradients, and sums its bias', itself."""
     launchers = (
         encoder_forward, encoder_backward, layernorm_forward, residual_layernorm_forward, layernorm_normalize, layernorm_backward,
         gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm, adamw_update,
-        causal_softmax_inplace, causal_softmax_backward_inplace,
+        attention_cpu_forward, attention_cpu_backward,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}

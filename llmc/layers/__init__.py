@@ -1,7 +1,7 @@
 """What a model is made of: plain functions over named tensors, forward and backward, in torch.
 
-All that a step does beside matmuls and attention also exists as kernels, under the same names and arguments: Triton's for a GPU in
-llmc/kernels/, numba's for a CPU in llmc/kernels_cpu/.
+All that a step does beside matmuls and a GPU's attention also exists as kernels, under the same names and arguments: Triton's for a GPU
+in llmc/kernels/, numba's for a CPU in llmc/kernels_cpu/.
 """
 
 
@@ -24,10 +24,10 @@ def torch_operations() -> dict:
 
 
 def attention_operations() -> dict:
-    """Name -> function, of what a CPU's attention does beside matmuls."""
-    from llmc.layers.attention_cpu import causal_softmax_backward_inplace, causal_softmax_inplace
+    """Name -> function, of a CPU's attention."""
+    from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
 
-    return {f.__name__: f for f in (causal_softmax_inplace, causal_softmax_backward_inplace)}
+    return {f.__name__: f for f in (attention_cpu_forward, attention_cpu_backward)}
 
 
 def in_halves(functions: dict) -> dict:

@@ -12,13 +12,12 @@ from llmc.layers.rows import finish_column_sums
 aten = torch.ops.aten
 
 
-def attention_cpu_forward(atty, qkvr, NH, scratch, ops):
+def attention_cpu_forward(atty, qkvr, NH, scratch):
     """atty = softmax(mask(q k^T / sqrt(HS))) v per head.
 
     atty     (B, T, C)   written
     qkvr     (B, T, 3C)  read: q, k and v of all heads, packed
-    scratch  fp32 views attention_rows (7, heads, T, HS), attention_scores (2, heads, queries, T), and what the softmax needs
-    ops      has causal_softmax_inplace
+    scratch  fp32 views attention_rows (7, heads, T, HS), attention_scores (2, heads, queries, T), attention_mask (queries, queries)
     Scores and probabilities are fp32, whatever the precision; where qkvr is bf16, so are the factors of products.
     """
     (outs,), packed = _by_head(atty, 1, NH), _by_head(qkvr, 3, NH)
@@ -26,19 +25,18 @@ def attention_cpu_forward(atty, qkvr, NH, scratch, ops):
         for part, rooms in _groups(packed, scratch):
             (q, k, v), out = map(_pack, rooms, (x[part] for x in packed)), rooms[3]
             for queries, end in _blocks(scratch, q.shape[1]):
-                p = _probabilities(q, k, queries, end, scratch, ops)
+                p = _probabilities(q, k, queries, end, scratch)
                 torch.bmm(p, v[:, :end], out=out[:, queries])
             _unpack(outs[part], out)
 
 
-def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, ops, *, accumulate):
+def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, *, accumulate):
     """Gradients of attention_cpu_forward, and of the bias that qkvr has from its matmul.
 
     dqkvr    (B, T, 3C)  written
     dbias    (3C,)       the sum over rows of what dqkvr is the rounding of; accumulated, or written when accumulate is False
     datty    (B, T, C)   read, and qkvr (B, T, 3C)
     scratch  as in forward, and attention_sums (2, 3C)
-    ops      has causal_softmax_inplace and causal_softmax_backward_inplace
     """
     gradients, (douts,), packed = _by_head(dqkvr, 3, NH), _by_head(datty, 1, NH), _by_head(qkvr, 3, NH)
     totals, sums = (s.view(3, NH, -1) for s in scratch["attention_sums"])
@@ -49,11 +47,11 @@ def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, ops, *, accum
             dq, dk, dv = rooms[4:]
             scale, add = q.shape[2] ** -0.5, 0.0  # the last block of queries comes first: it writes all of dk and dv
             for queries, end in reversed(_blocks(scratch, q.shape[1])):
-                p = _probabilities(q, k, queries, end, scratch, ops)
+                p = _probabilities(q, k, queries, end, scratch)
                 torch.baddbmm(dv[:, :end], p.transpose(1, 2), dout[:, queries], beta=add, out=dv[:, :end])
                 dp = _room(scratch, 1, p.shape)
                 torch.bmm(dout[:, queries], v[:, :end].transpose(1, 2), out=dp)
-                ops.causal_softmax_backward_inplace(dp, p, queries.start)
+                aten._softmax_backward_data.out(dp, p, 2, torch.float32, grad_input=dp)
                 torch.baddbmm(dq[:, queries], dp, k[:, :end], beta=0.0, alpha=scale, out=dq[:, queries])
                 torch.baddbmm(dk[:, :end], dp.transpose(1, 2), q[:, queries], beta=add, alpha=scale, out=dk[:, :end])
                 add = 1.0
@@ -64,20 +62,15 @@ def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, ops, *, accum
     finish_column_sums(dbias, totals.view(-1), accumulate)
 
 
-def causal_softmax_inplace(scores, first, scratch):
+def _causal_softmax_inplace(scores, first, mask):
     """Scores (n, queries, keys) fp32 become probabilities: query i, of position first + i, sees the keys up to its own.
 
-    The last keys are the queries' own positions: keys = first + queries. Scratch: attention_mask (>= queries, >= queries) fp32.
+    The last keys are the queries' own positions: keys = first + queries. What the mask (>= queries, >= queries) holds does not matter.
     """
     queries = scores.shape[1]
-    mask = scratch["attention_mask"][:queries, :queries].fill_(float("-inf")).triu_(1)
+    mask = mask[:queries, :queries].fill_(float("-inf")).triu_(1)
     scores[:, :, first:].add_(mask)
     aten._softmax.out(scores, 2, False, out=scores)
-
-
-def causal_softmax_backward_inplace(grad, probabilities, first):
-    """The gradient of probabilities (n, queries, keys) fp32 becomes that of the scores they were made of, zero for keys not seen."""
-    aten._softmax_backward_data.out(grad, probabilities, 2, torch.float32, grad_input=grad)
 
 
 def _by_head(packed, n, NH):
@@ -124,9 +117,9 @@ def _room(scratch, which, shape):
     return scratch["attention_scores"][which].view(-1)[: heads * queries * keys].view(shape)
 
 
-def _probabilities(q, k, queries, end, scratch, ops):
+def _probabilities(q, k, queries, end, scratch):
     """softmax of q k^T / sqrt(HS) for a block of queries over the keys before `end`: (n, queries, end)."""
     scores = _room(scratch, 0, (len(q), queries.stop - queries.start, end))
     torch.baddbmm(scores, q[:, queries], k[:, :end].transpose(1, 2), beta=0.0, alpha=q.shape[2] ** -0.5, out=scores)
-    ops.causal_softmax_inplace(scores, queries.start, scratch)
+    _causal_softmax_inplace(scores, queries.start, scratch["attention_mask"])
     return scores

@@ -21,6 +21,7 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
+ATTENTION_BLOCK = 64  # queries, and channels of a head rounded up, of numba's attention: products of whole tiles
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
@@ -44,6 +45,7 @@ class Tuning:
     widened_rows: int  # rows of bf16 operands that are widened for an fp32 gradient at a time; 0: the matmul itself can
     queries: int = 0  # of attention on a CPU, at once
     score_elements: int = 0  # fp32 scores of these queries, of as many heads as that makes
+    worker_bytes: int = 0  # room of all workers of numba's attention: as many threads of it as find room there work at a time
 
 
 TUNING = {
@@ -51,7 +53,7 @@ TUNING = {
     # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond. Layernorm of 1024 rows of 768, forward: 0.62, 0.46, 0.39 ms
     # attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward: 9.7 and 25 ms with these; with 256 queries 11.0
     # and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster matmuls, and as much slower packing
-    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18),
+    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18, 64 << 20),
     # leads, not measured yet; all but the first are for a card without Triton
     "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
 }
@@ -389,7 +391,7 @@ def update_room(options: PlanOptions) -> int:
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
     quarter of them of GELU), Rw widened, U elements of the update, G positions of a sample; of attention on a CPU Q queries and Ha heads
-    at once, of HS channels."""
+    at once, of HS channels, or numba's Wa workers, Tb tokens and Hb channels in whole blocks."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
@@ -405,6 +407,9 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "Q": attention_queries(o),
         "Ha": attention_heads(o),
         "HS": o.config.head_size,
+        "Wa": attention_workers(o),
+        "Tb": _in_blocks(o.T),
+        "Hb": _in_blocks(o.config.head_size),
     }
 
 
@@ -420,6 +425,18 @@ def attention_heads(o: PlanOptions) -> int:
     if heads >= NH:
         return min(o.B, heads // NH) * NH
     return -(-NH // -(-NH // heads))
+
+
+def attention_workers(o: PlanOptions) -> int:
+    """Threads that numba's attention keeps busy at most, each with a head."""
+    tokens, channels, act = _in_blocks(o.T), _in_blocks(o.config.head_size), DTYPE_BYTES[o.precision]
+    each = tokens * (channels + ATTENTION_BLOCK) * (3 * act + 8) + channels * ATTENTION_BLOCK * (4 * act + 4)
+    heads = o.B * -(-o.config.num_heads // o.tensor_parallel)
+    return max(1, min(heads, TUNING[o.device].worker_bytes // each))
+
+
+def _in_blocks(n: int) -> int:
+    return -(-n // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 STEP = ("encoder", "encoder_backward")
@@ -483,6 +500,15 @@ def _head_rows(o: PlanOptions):
         )
 
 
+# working room of attention on a CPU: (name, shape, dtype)
+TORCH_ATTENTION = (("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("sums", "2 3k", "fp32"), ("mask", "Q Q", "fp32"))
+NUMBA_ATTENTION = (
+    ("packed", "Wa 3 Tb Hb", "act"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"), ("weights", f"Wa 3 Tb {ATTENTION_BLOCK}", "act"),
+    ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "act"), ("block", f"Wa 1 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"),
+    ("bias", "B 3k", "fp32"),
+)  # fmt: skip
+
+
 def _working_rows(o: PlanOptions):
     """Working room of the layers."""
     backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
@@ -491,9 +517,8 @@ def _working_rows(o: PlanOptions):
     if o.attention_kind == "cpu":
         stages = (s for s in _stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
         spans = [(s, s) for s in stages]
-        mask = () if o.kernel_set == "numba" else (("mask", "Q Q"),)
-        for name, shape in (("rows", "7 Ha T HS"), ("scores", "2 Ha Q T"), ("sums", "2 3k"), *mask):
-            yield f"attention_{name}", "scratch", shape, "fp32", *spans
+        for name, shape, dtype in NUMBA_ATTENTION if o.kernel_set == "numba" else TORCH_ATTENTION:
+            yield f"attention_{name}", "scratch", shape, dtype, *spans
     if o.gelu_fusion:
         yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
     if o.fused:
