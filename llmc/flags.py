@@ -129,7 +129,7 @@ GROUPS = {
              choices=("auto", "fp32", "bf16")),
         Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls (CUDA): none, forward, both ways", choices=(0, 1, 2)),
         Flag((), "kernels", str, "auto", "auto|triton|numba|torch",
-             "whose code runs what is not a matmul or attention; auto takes Triton on a GPU, numba on a CPU, where installed",
+             "whose code runs what is not a matmul or a GPU's attention; auto takes Triton on a GPU, numba on a CPU, where installed",
              choices=("auto", "triton", "numba", "torch")),
         Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient",
              "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. cudnn does not repeat its bits",

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -217,3 +218,52 @@ def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):
     assert why_no_cpu_kernels() == "numba's kernels do not run here: Got NumPy 9.9."
     monkeypatch.setattr(llmc.kernels_cpu, "find_spec", lambda name: None)
     assert why_no_cpu_kernels() == "numba is not installed (pip install numba)"
+
+
+PRODUCT = """
+import numpy as np
+from llmc.kernels_cpu import door
+from llmc.kernels_cpu.tiles import COLUMNS, LANES, ROWS, multiply, store_factor, values_of
+
+
+@door.njit
+def pack(out, rows):
+    for k in range(0, len(rows), values_of(out)):
+        for i in range(rows.shape[1]):
+            store_factor(out, k // values_of(out) * rows.shape[1] + i, rows[k, i], rows[k + values_of(out) - 1, i])
+
+
+@door.njit
+def product(c, a, b, n, adds):
+    multiply(c, n[1], a, 1, n[0], b, n[1], n[0], n[1], n[2], adds)
+
+
+rows, columns, depth = 3 * ROWS, 2 * COLUMNS, 10
+chance = np.random.default_rng(0)
+a, b, before = (chance.integers(-99, 100, shape).astype(np.float32) for shape in ((depth, rows), (depth, columns), (rows, columns)))
+for kind, each in ((np.float32, 1), (np.uint32, 2)):
+    packed = [np.zeros(x.size // each, kind) for x in (a, b)]
+    pack(packed[0], a)
+    pack(packed[1], b)
+    for adds in (0, 1):
+        c = before.copy() if adds else np.full_like(before, np.nan)
+        product(c.ravel(), *packed, (rows, columns, depth // each), adds)
+        assert (c == a.T @ b + adds * before).all(), (kind, adds)
+print(LANES)
+"""
+PROCESSORS = {  # what numba is told to compile for -> lanes
+    "this one": ({}, ("16", "8", "4")),
+    "AVX2": ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"}, ("8",)),
+    "SSE2": ({"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, ("4",)),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
+    """To the bit: whole numbers that bf16 has, and sums that fp32 has. Without an instruction for pairs of bf16, widened ones do."""
+    told, lanes = PROCESSORS[name]
+    if told and platform.machine() != "x86_64" or name == "AVX2" and not {"avx2", "fma"} <= door.processor_features():
+        pytest.skip(f"this is no processor with {name}")
+    done = subprocess.run([sys.executable, "-c", PRODUCT], cwd=REPO, env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in lanes

@@ -31,6 +31,8 @@ from oracle import adamw, assert_as_good_as_eager, attention
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1, 1), (3, 7, 11), (2, 33, 768)]  # B, T, C: one element, primes, GPT-2's width
 
+DTYPE_OF = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 shapes = pytest.mark.parametrize("B, T, C", SHAPES)
 
@@ -724,12 +726,11 @@ def torch_attention_room(B, T, C, NH, dtype, heads=2, queries=32):
     }  # fmt: skip
 
 
-def numba_attention_room(B, T, C, NH, dtype, workers=2, _=None):
+def numba_attention_room(B, T, C, NH, dtype, workers=2, queries=None):
     config = ModelConfig(max_seq_len=T, vocab_size=2, num_layers=1, num_heads=NH, channels=C, padded_vocab_size=2)
     planned = Plan(PlanOptions(config, B, T, "fp32" if dtype == torch.float32 else "bf16", kernels="numba")).tensors.values()
-    shapes = {t.name: ((workers, *t.shape[1:]), t.dtype) for t in planned if t.name.startswith("attention_")}
-    room = {name: unwritten(*shape, dtype=torch.float32 if kind == "fp32" else dtype) for name, (shape, kind) in shapes.items()}
-    return room | {"attention_bias": unwritten(B, 3 * C)}
+    shapes = {t.name: (t.shape if t.name == "attention_bias" else (workers, *t.shape[1:]), t.dtype) for t in planned}
+    return {name: unwritten(*shape, dtype=DTYPE_OF[kind]) for name, (shape, kind) in shapes.items() if name.startswith("attention_")}
 
 
 ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1), (1, 192, 160, 2)]  # B, T, C, NH
@@ -739,7 +740,7 @@ ROOMS = [(1, 1), (2, 5), (3, 33), (10, 64), (99, 999)]
 
 @dtypes
 @pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
-@pytest.mark.parametrize("heads, queries", ROOMS)
+@pytest.mark.parametrize("cpu, heads, queries", [*(("torch", *room) for room in ROOMS), ("numba", 2, None)], indirect=["cpu"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(cpu, B, T, C, NH, dtype, heads, queries, accumulate):
     """Against (T, T) scores, masked, softmaxed and multiplied out in float64. The bias is that of q, k and v packed."""
@@ -773,12 +774,12 @@ def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul
 
 
 @dtypes
-def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(dtype):
+def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(plain_torch, dtype):
     """Of numba's; torch's takes heads that it has room for together."""
     pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU", exc_type=ImportError)
     from llmc.kernels_cpu.functions import numba_operations
 
-    ops, before = SimpleNamespace(**numba_operations()), torch.get_num_threads()
+    ops = SimpleNamespace(**numba_operations())
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
     results = []
@@ -789,16 +790,15 @@ def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(dtype):
         ops.attention_cpu_forward(outs[0], qkvr, NH, room)
         ops.attention_cpu_backward(outs[1], outs[2], datty, qkvr, NH, room, accumulate=False)
         results.append(outs)
-    torch.set_num_threads(before)
     assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
 
 
-def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earlier_ones(cpu):
+@dtypes
+def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earlier_ones(cpu, dtype):
     """A NaN may spread to later tokens, and within a block of queries, never back to one before."""
     B, T, C, NH = 1, 100, 8, 2
-    qkvr, atty = noise(B, T, 3 * C, seed=1), unwritten(B, T, C)
-    want = atty.clone()
-    scratch = cpu.room(B, T, C, NH, torch.float32, 2, 16)
+    qkvr, atty = noise(B, T, 3 * C, dtype=dtype, seed=1), unwritten(B, T, C, dtype=dtype)
+    want, scratch = atty.clone(), cpu.room(B, T, C, NH, dtype, 2, 16)
     cpu.forward(want, qkvr, NH, scratch)
     qkvr[:, 64:] = inf
     cpu.forward(atty, qkvr, NH, scratch)

@@ -147,7 +147,7 @@ NUMBA_ROOM = {stage: names for stage, names in TRITON_ROOM.items() if stage != "
 for rooms, names in (
     (TORCH_ROOM, "rows scores mask"),
     (TRITON_ROOM, "rows scores mask"),
-    (NUMBA_ROOM, "packed scores weights queries block sums"),
+    (NUMBA_ROOM, "packed scores weights queries block"),
 ):
     rooms["attention"] = {f"attention_{name}" for name in names.split()}
     rooms["attention_backward"] = rooms["attention"] | {"attention_sums"} | ({"attention_bias"} if rooms is NUMBA_ROOM else set())

@@ -9,22 +9,32 @@ columns, where those in two rows are. A thread works on whole heads in room of i
 from collections import namedtuple
 
 import numpy as np
-import torch
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, zero
-from llmc.kernels_cpu.door import F0, F1, array, exp_below_zero, factors, helper, jit, load, prange, select, sqrt, store
+from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
+from llmc.kernels_cpu.columns import add_row, finish_columns, zero
+from llmc.kernels_cpu.door import F0, F1, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
 from llmc.kernels_cpu.tiles import copy_factor, multiply, store_factor, values_of
 from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
 
 LOWEST = np.float32(-np.inf)
 
-# a row of each for every worker: factors of keys and values packed three ways, scores and their gradients, the same as factors and as
-# numbers of their type, factors of queries and of their gradients packed four ways, a block of queries, dk and dv
-Rooms = namedtuple("Rooms", "packed scores weights weight_values queries block sums")
+# of every worker, each flat: see NUMBA_ATTENTION of the plan for sizes
+Rooms = namedtuple(
+    "Rooms",
+    (
+        "packed",  # factors: forward k of rows and v of columns; backward k of rows, k of columns, v of rows
+        "scores",  # fp32: scores, then their exponentials; gradients of probabilities
+        "weights",  # factors: forward exponentials; backward probabilities, gradients of scores, in bf16 these once more, of columns
+        "weight_values",  # the same as numbers
+        "queries",  # factors: q of rows; backward also q of columns, and datty of rows and of columns
+        "block",  # fp32: a block of atty or dq
+        "sums",  # fp32: dk and dv
+    ),
+)
 
 
-@helper
+@shared
 def _pack_rows(out, row_step, step, x, first, stride, rows, all_rows, width):
     """Factors of rows: that which x[first + row * stride + i * n] begins goes to out[row * row_step + i * step]; 0 beyond `rows`."""
     n = values_of(out)
@@ -39,7 +49,7 @@ def _pack_rows(out, row_step, step, x, first, stride, rows, all_rows, width):
             store_factor(out, row * row_step + i * step, F0, F0)
 
 
-@helper
+@shared
 def _pack_columns(out, row_step, x, first, stride, rows, all_rows, width):
     """Factors of columns: that which x[first + row * stride + i] begins goes to out[row // n * row_step + i]; 0 beyond `rows`."""
     n = values_of(out)
@@ -55,7 +65,7 @@ def _pack_columns(out, row_step, x, first, stride, rows, all_rows, width):
             store_factor(out, row * row_step + i, F0, F0)
 
 
-@helper
+@shared
 def _exponentials(scores, highest, total, end, scale):
     """Scores (end, BLOCK) become exp(scale * (score - the highest of its query)), zero where a query does not see the key: of the last
     keys, which are the queries' own positions, it sees those up to itself. Also the inverse of their sum, by query."""
@@ -79,8 +89,8 @@ def _exponentials(scores, highest, total, end, scale):
         store(total, query, F1 / load(total, query))
 
 
-@helper
-def _mean_gradients(delta, gradients, powers, share, end):
+@shared
+def _mean_gradients(delta, powers, gradients, share, end):
     """delta = the mean of gradients under the probabilities powers * share, by query."""
     zero(delta, 0, BLOCK)
     for key in range(end):
@@ -91,7 +101,7 @@ def _mean_gradients(delta, gradients, powers, share, end):
         store(delta, query, load(delta, query) * load(share, query))
 
 
-@helper
+@shared
 def _score_gradients(p, ds, ds_pairs, powers, gradients, share, delta, end):
     """Probabilities p and gradients ds of scores; the latter also as factors of columns, unless those are the same."""
     n = values_of(ds_pairs)
@@ -108,13 +118,13 @@ def _score_gradients(p, ds, ds_pairs, powers, gradients, share, delta, end):
                 store_factor(ds_pairs, key // n * BLOCK + query, ds_at, ds_last)
 
 
-@helper
+@shared
 def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum, rows, scale):
     """Rows of a gradient, times scale, to out; and to its sums over rows, before they are rounded."""
     HS = len(tile_sum)
-    for tile in range(0, rows, TILE_ROWS):
+    for tile in range(0, rows, SUMMED_ROWS):
         zero(tile_sum, 0, HS)
-        for row in range(tile, min(tile + TILE_ROWS, rows)):
+        for row in range(tile, min(tile + SUMMED_ROWS, rows)):
             for i in range(HS):
                 x = load(gradient, row * width + i) * scale
                 store(out, first + row * stride + i, x)
@@ -124,11 +134,11 @@ def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum
 
 @jit
 def _forward(out, qkvr, rooms, B, T, NH, HS, workers):
-    C, Hb, n = NH * HS, rooms.block.shape[1] // BLOCK, values_of(rooms.packed)
+    C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
     depth, keys_end, scale = (HS + n - 1) // n, (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
     for worker in prange(workers):
         w = np.int64(worker)
-        keys, values, queries, block = rooms.packed[w, 0], rooms.packed[w, 1], rooms.queries[w, 0], rooms.block[w]
+        keys, values, queries, block = rooms.packed[w, 0], rooms.packed[w, 1], rooms.queries[w, 0], rooms.block[w, 0]
         scores, weights = rooms.scores[w, 0], rooms.weights[w, 0]
         highest, share = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         for head in range(w, B * NH, workers):
@@ -150,11 +160,11 @@ def _forward(out, qkvr, rooms, B, T, NH, HS, workers):
 
 @jit
 def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
-    C, Hb, n = NH * HS, rooms.block.shape[1] // BLOCK, values_of(rooms.packed)
+    C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
     depth, keys_end, scale = (HS + n - 1) // n, (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
     for worker in prange(workers):
         w = np.int64(worker)
-        k_rows, k_columns, v_rows, block = rooms.packed[w, 0], rooms.packed[w, 1], rooms.packed[w, 2], rooms.block[w]
+        k_rows, k_columns, v_rows, block = rooms.packed[w, 0], rooms.packed[w, 1], rooms.packed[w, 2], rooms.block[w, 0]
         q_rows, q_columns, do_rows, do_columns = rooms.queries[w, 0], rooms.queries[w, 1], rooms.queries[w, 2], rooms.queries[w, 3]
         powers, dp, dk, dv = rooms.scores[w, 0], rooms.scores[w, 1], rooms.sums[w, 0], rooms.sums[w, 1]
         p, ds, p_values, ds_values = rooms.weights[w, 0], rooms.weights[w, 1], rooms.weight_values[w, 0], rooms.weight_values[w, 1]
@@ -180,7 +190,7 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
                 multiply(powers, BLOCK, k_rows, Hb // n, 1, q_rows, BLOCK, end, BLOCK, depth, 0)
                 _exponentials(powers, highest, share, end, scale)
                 multiply(dp, BLOCK, v_rows, Hb // n, 1, do_rows, BLOCK, end, BLOCK, depth, 0)
-                _mean_gradients(delta, dp, powers, share, end)
+                _mean_gradients(delta, powers, dp, share, end)
                 _score_gradients(p_values, ds_values, ds_pairs, powers, dp, share, delta, end)
                 multiply(dv, Hb, p, BLOCK // n, 1, do_columns, Hb, end, Hb, BLOCK // n, adds)
                 multiply(dk, Hb, ds, BLOCK // n, 1, q_columns, Hb, end, Hb, BLOCK // n, adds)
@@ -192,13 +202,13 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
 
 
 def attention_cpu_forward(atty, qkvr, NH, scratch):
-    """Scratch: attention_packed, _scores, _weights, _queries, _block and _sums, as the plan has them."""
+    """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; of _sums only that it is there."""
     B, T, C = atty.shape
     door.launch(_forward, array(atty), array(qkvr), _rooms(scratch), B, T, NH, C // NH, _workers(scratch, B * NH))
 
 
 def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, *, accumulate):
-    """Scratch: as forward's, and attention_bias (B, 3C) fp32."""
+    """Scratch: as forward's, and attention_sums and attention_bias."""
     B, T, C = datty.shape
     bias = scratch["attention_bias"]
     arrays = (array(t) for t in (dqkvr, bias, datty, qkvr))
@@ -207,17 +217,18 @@ def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, *, accumulate
 
 
 def _rooms(scratch):
-    """Each room flat, after which worker's it is and which of several of one kind."""
-
-    def flat(name, view):
-        tensor = scratch[f"attention_{name}"]
-        return view(tensor).reshape(*tensor.shape[:2], -1)
-
-    views = dict(packed=factors, scores=array, weights=factors, queries=factors, sums=array)
-    return Rooms(
-        weight_values=flat("weights", array), block=flat("block", array)[:, 0], **{name: flat(name, view) for name, view in views.items()}
+    views = (
+        ("packed", factors),
+        ("scores", array),
+        ("weights", factors),
+        ("weights", array),
+        ("queries", factors),
+        ("block", array),
+        ("sums", array),
     )
+    rooms = [(scratch[f"attention_{name}"], view) for name, view in views]
+    return Rooms(*(view(room).reshape(*room.shape[:2], -1) for room, view in rooms))
 
 
 def _workers(scratch, heads):
-    return min(len(scratch["attention_block"]), heads, torch.get_num_threads())
+    return min(len(scratch["attention_block"]), heads, door.threads())

@@ -23,8 +23,8 @@ import torch
 from llvmlite import ir
 from numba import njit, prange, types  # noqa: F401
 from numba.core.caching import IndexDataCacheFile
-from numba.core.codegen import get_host_cpu_features
 from numba.core.cgutils import alloca_once, for_range, get_or_insert_function  # noqa: F401
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from llmc.layers.rounding import PRIME_Y
@@ -35,6 +35,8 @@ OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infin
 
 # what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
 helper = njit(**OPTIONS, forceinline=True)
+# and what may be compiled once for all that call it: what sums nothing by plus, and so has the same bits wherever it becomes a part
+shared = njit(**OPTIONS)
 
 
 def jit(function):
@@ -121,10 +123,14 @@ def processor_features() -> frozenset:
 
 def launch(kernel, *args):
     """Run a kernel on as many threads as torch uses."""
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if threads != numba.get_num_threads():
-        numba.set_num_threads(threads)
+    if threads() != numba.get_num_threads():
+        numba.set_num_threads(threads())
     return kernel(*args)
+
+
+def threads() -> int:
+    """That a kernel runs on."""
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
 
 def cdiv(a, b):

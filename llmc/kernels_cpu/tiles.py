@@ -4,14 +4,18 @@ A factor is 32 bits: an fp32, or two bf16 that are neighbours in the dimension t
 Flat arrays of factors are fp32, or uint32 where they are such pairs. What is added up is fp32.
 """
 
+import platform
+
 from llmc.kernels_cpu.door import (
-    FLOAT, INT32, LLVM, alloca_once, for_range, get_or_insert_function, helper, intrinsic, ir, nearest, place_of, processor_features, types,
+    FLOAT, INT32, LLVM, alloca_once, for_range, get_or_insert_function, intrinsic, ir, nearest, place_of, processor_features, shared,
+    types,
 )  # fmt: skip
 
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
-TILE_ROWS, TILE_VECTORS = 4, 2 if LANES == 8 else 4  # a tile and the factors that it is made of fit in 16 or 32 registers
-TILE_COLUMNS = TILE_VECTORS * LANES
+# 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
+ROWS, VECTORS = 4, 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
+COLUMNS = VECTORS * LANES
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)  # earlier ones have it for other types
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
@@ -52,8 +56,8 @@ def _everywhere(builder, x, kind):
 
 @intrinsic
 def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, depth, adds):
-    """c[c_at + i c_row + j] = (adds) + sum over k < depth of a[a_at + i a_row + k a_step] * b[b_at + k b_step + j], i < TILE_ROWS and
-    j < TILE_COLUMNS: one tile of a product, which stays in registers.
+    """c[c_at + i c_row + j] = (adds) + sum over k < depth of a[a_at + i a_row + k a_step] * b[b_at + k b_step + j], i < ROWS and
+    j < COLUMNS: one tile of a product, which stays in registers.
 
     c is fp32; a and b are flat arrays of factors, uint32 if those are pairs.
     """
@@ -65,7 +69,7 @@ def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_ste
         c_place, a_place, b_place = (
             place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at))
         )
-        tile = [(i, j) for i in range(TILE_ROWS) for j in range(TILE_VECTORS)]
+        tile = [(i, j) for i in range(ROWS) for j in range(VECTORS)]
         totals = {at: alloca_once(builder, FLOATS) for at in tile}
 
         def vector(place, offset, kind):
@@ -84,10 +88,10 @@ def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_ste
         with for_range(builder, depth) as loop:
             b_row = builder.gep(b_place, [builder.mul(loop.index, b_step)])
             a_column = builder.gep(a_place, [builder.mul(loop.index, a_step)])
-            bs = [builder.load(vector(b_row, index(j * LANES), kind), align=4) for j in range(TILE_VECTORS)]
-            for i in range(TILE_ROWS):
+            bs = [builder.load(vector(b_row, index(j * LANES), kind), align=4) for j in range(VECTORS)]
+            for i in range(ROWS):
                 x = _everywhere(builder, builder.load(builder.gep(a_column, [builder.mul(a_row, index(i))])), kind)
-                for j in range(TILE_VECTORS):
+                for j in range(VECTORS):
                     builder.store(_add_product(builder, builder.load(totals[i, j]), x, bs[j], pairs), totals[i, j])
         for at in tile:
             builder.store(builder.load(totals[at]), place_in_c(*at), align=4)
@@ -97,11 +101,11 @@ def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_ste
     return types.void(c, at, at, a, at, at, at, b, at, at, at, at), emit
 
 
-@helper
+@shared
 def multiply(c, c_row, a, a_row, a_step, b, b_step, rows, columns, depth, adds):
     """multiply_tile of all tiles of c (rows, columns), which are whole ones."""
-    for i in range(0, rows, TILE_ROWS):
-        for j in range(0, columns, TILE_COLUMNS):
+    for i in range(0, rows, ROWS):
+        for j in range(0, columns, COLUMNS):
             multiply_tile(c, i * c_row + j, c_row, a, i * a_row, a_row, a_step, b, j, b_step, depth, adds)
 
 

@@ -1,7 +1,8 @@
 """Causal attention on a CPU: matmuls over blocks of queries of a few heads at a time, in scratch that stays in cache.
 
 torch's own kernel takes up to twice as long in bf16, and returns memory of its own. Backward takes the softmax again, by the
-very operations of forward, so of forward it needs qkvr alone.
+very operations of forward, so of forward it needs qkvr alone. Where numba is installed one kernel does all of this, faster: see
+llmc/kernels_cpu/attention.py.
 """
 
 import torch

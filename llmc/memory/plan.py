@@ -21,7 +21,7 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
-ATTENTION_BLOCK = 64  # queries, and channels of a head rounded up, of numba's attention: products of whole tiles
+ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles of 4 x 64
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
@@ -43,16 +43,17 @@ class Tuning:
     row_elements: int  # fp32 working copies of a few rows, in layernorm and GELU
     update_elements: int  # elements of the arena the update handles at a time
     widened_rows: int  # rows of bf16 operands that are widened for an fp32 gradient at a time; 0: the matmul itself can
-    queries: int = 0  # of attention on a CPU, at once
+    queries: int = 0  # of torch's attention on a CPU, at once
     score_elements: int = 0  # fp32 scores of these queries, of as many heads as that makes
-    worker_bytes: int = 0  # room of all workers of numba's attention: as many threads of it as find room there work at a time
+    worker_bytes: int = 0  # room of all workers of numba's attention: a limit to how many threads work on long sequences
 
 
 TUNING = {
     # measured on two AVX512 cores with 1 MiB of L2 each, update of 124M parameters: 0.24 s in pieces of 131072 elements
     # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond. Layernorm of 1024 rows of 768, forward: 0.62, 0.46, 0.39 ms
-    # attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward: 9.7 and 25 ms with these; with 256 queries 11.0
-    # and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster matmuls, and as much slower packing
+    # torch's attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward, softmax by a kernel: 9.7 and 25 ms with
+    # these; with 256 queries 11.0 and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster matmuls,
+    # and as much slower packing. numba's workers need 1.8 MiB each at T = 1024 in bf16: 35 of them in less than the head's logits
     "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18, 64 << 20),
     # leads, not measured yet; all but the first are for a card without Triton
     "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
@@ -90,7 +91,7 @@ class PlanOptions:
 
     @property
     def kernel_set(self) -> str:
-        """torch, triton or numba: whose code does what is not a matmul or attention."""
+        """torch, triton or numba: whose code does what is not a matmul or a GPU's attention."""
         return self.kernels or ("triton" if self.device == "cuda" else "torch")
 
     @property
@@ -391,30 +392,32 @@ def update_room(options: PlanOptions) -> int:
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
     quarter of them of GELU), Rw widened, U elements of the update, G positions of a sample; of attention on a CPU Q queries and Ha heads
-    at once, of HS channels, or numba's Wa workers, Tb tokens and Hb channels in whole blocks."""
+    at once, of HS channels, or numba's Wa workers, and what _attention_sizes adds."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
-    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | {
-        "Tp": -(-o.T // lse_multiple) * lse_multiple,
-        "R": head_chunk_rows(o),
-        "Rc": classifier_rows(o),
-        "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
-        "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
-        "Rw": max(1, min(rows, tuning.widened_rows)),
-        "U": update_room(o),
-        "G": max(1, min(o.sample_length, o.config.max_seq_len)),
-        "Q": attention_queries(o),
-        "Ha": attention_heads(o),
-        "HS": o.config.head_size,
-        "Wa": attention_workers(o),
-        "Tb": _in_blocks(o.T),
-        "Hb": _in_blocks(o.config.head_size),
-    }
+    return (
+        sizes_of(o.config, o.B, o.T, o.tensor_parallel)
+        | {
+            "Tp": -(-o.T // lse_multiple) * lse_multiple,
+            "R": head_chunk_rows(o),
+            "Rc": classifier_rows(o),
+            "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
+            "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
+            "Rw": max(1, min(rows, tuning.widened_rows)),
+            "U": update_room(o),
+            "G": max(1, min(o.sample_length, o.config.max_seq_len)),
+            "Q": attention_queries(o),
+            "Ha": attention_heads(o),
+            "HS": o.config.head_size,
+            "Wa": attention_workers(o),
+        }
+        | _attention_sizes(o)
+    )
 
 
 def attention_queries(o: PlanOptions) -> int:
-    """Queries that attention on a CPU works on at once."""
+    """Queries that torch's attention on a CPU works on at once."""
     return max(1, min(o.T, TUNING[o.device].queries))
 
 
@@ -429,14 +432,17 @@ def attention_heads(o: PlanOptions) -> int:
 
 def attention_workers(o: PlanOptions) -> int:
     """Threads that numba's attention keeps busy at most, each with a head."""
-    tokens, channels, act = _in_blocks(o.T), _in_blocks(o.config.head_size), DTYPE_BYTES[o.precision]
-    each = tokens * (channels + ATTENTION_BLOCK) * (3 * act + 8) + channels * ATTENTION_BLOCK * (4 * act + 4)
+    sizes = _attention_sizes(o) | {"Wa": 1}
+    rooms = (row for row in NUMBA_ATTENTION if row[1].startswith("Wa"))
+    each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.precision if dtype == "act" else dtype] for _, shape, dtype in rooms)
     heads = o.B * -(-o.config.num_heads // o.tensor_parallel)
     return max(1, min(heads, TUNING[o.device].worker_bytes // each))
 
 
-def _in_blocks(n: int) -> int:
-    return -(-n // ATTENTION_BLOCK) * ATTENTION_BLOCK
+def _attention_sizes(o: PlanOptions) -> dict[str, int]:
+    """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks, We forms of weights, of which bf16 has one more."""
+    tokens, channels = (-(-n // ATTENTION_BLOCK) * ATTENTION_BLOCK for n in (o.T, o.config.head_size))
+    return {"Tb": tokens, "Hb": channels, "We": 2 if o.precision == "fp32" else 3}
 
 
 STEP = ("encoder", "encoder_backward")
@@ -503,7 +509,7 @@ def _head_rows(o: PlanOptions):
 # working room of attention on a CPU: (name, shape, dtype)
 TORCH_ATTENTION = (("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("sums", "2 3k", "fp32"), ("mask", "Q Q", "fp32"))
 NUMBA_ATTENTION = (
-    ("packed", "Wa 3 Tb Hb", "act"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"), ("weights", f"Wa 3 Tb {ATTENTION_BLOCK}", "act"),
+    ("packed", "Wa 3 Tb Hb", "act"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"), ("weights", f"Wa We Tb {ATTENTION_BLOCK}", "act"),
     ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "act"), ("block", f"Wa 1 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"),
     ("bias", "B 3k", "fp32"),
 )  # fmt: skip
