@@ -1,5 +1,6 @@
 # make train      prepare a corpus and watch a small GPT-2 learn it
 # make test       the tests; JOBS=2 of them at a time
+# make test-dist  those of several ranks alone
 # make test-gpu   the tests that need a CUDA device, kernels compiled for it
 # make gpu-check  those tests, every kernel, training steps and torch.compile beside them, as one report
 # make bench      a training step against plain PyTorch, time and memory
@@ -18,7 +19,10 @@ data   := dev/data/stdlib
 # sizes with a vocabulary of 256, one run each: training loss 2.13 at 2.5e-4, 2.05 at 5e-4, 2.15 at 1e-3, 2.40 at 2e-3)
 demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 350 -g 256
 
-.PHONY: train test test-gpu gpu-check bench clean
+# tests that start ranks, or are about nothing else
+ranks  := async_checkpoint failure parts_program place ranks remainder rendezvous tensor_parallel traffic watch zero
+
+.PHONY: train test test-dist test-gpu gpu-check bench clean
 
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
@@ -26,6 +30,9 @@ train: $(VENV)/installed $(data)/stdlib_train.bin
 # a process per core, one thread each, and every file in one process: some files start ranks that share what a fixture made
 test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) --dist loadfile
+
+test-dist: $(VENV)/installed-test
+	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) --dist loadfile $(ranks:%=tests/test_%.py)
 
 test-gpu: $(VENV)/installed-test
 	$(python) -m pytest -m "gpu or kernels"

@@ -739,7 +739,7 @@ def test_a_disk_too_full_for_a_log_alone_is_a_sentence_and_nothing_more(case, na
     """A limit just above what the log holds: the line that does not fit ends the run, and closing the file at exit must stay quiet."""
     path = case / "log" / name
     with open(path, "a") as file:
-        file.write("# " + "x" * 60_000 + "\n")  # so that everything else that is written has room; a resumed log keeps such a line
+        file.write("# " + "x" * 90_000 + "\n")  # so that everything else that is written has room; a resumed log keeps such a line
     limit = path.stat().st_size + 10
     assert limit > 2 * (case / "log" / "memory.json").stat().st_size
     result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")

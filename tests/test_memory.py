@@ -120,10 +120,10 @@ def limited(forward):
     return lambda *args: attention(forward, *args)
 
 def attention(forward, atty, *rest):
-    # from here on the process gets nothing more: what a library call in the middle of a step would need is refused
+    # from here on the process gets a little more, for the message: what a library call in the middle of a step would need is refused
     if atty.numel() > 10**6:
         now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (now + atty.nbytes // 2, resource.getrlimit(resource.RLIMIT_AS)[1]))
         torch.empty_like(atty)
     return forward(atty, *rest)
 
