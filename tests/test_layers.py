@@ -25,13 +25,12 @@ from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layerno
 from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rounding import noise_2d, round_to_bf16
+from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.plan import Plan, PlanOptions
 from oracle import adamw, assert_as_good_as_eager, attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1, 1), (3, 7, 11), (2, 33, 768)]  # B, T, C: one element, primes, GPT-2's width
-
-DTYPE_OF = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 shapes = pytest.mark.parametrize("B, T, C", SHAPES)
@@ -730,7 +729,7 @@ def numba_attention_room(B, T, C, NH, dtype, workers=2, queries=None):
     config = ModelConfig(max_seq_len=T, vocab_size=2, num_layers=1, num_heads=NH, channels=C, padded_vocab_size=2)
     planned = Plan(PlanOptions(config, B, T, "fp32" if dtype == torch.float32 else "bf16", kernels="numba")).tensors.values()
     shapes = {t.name: (t.shape if t.name == "attention_bias" else (workers, *t.shape[1:]), t.dtype) for t in planned}
-    return {name: unwritten(*shape, dtype=DTYPE_OF[kind]) for name, (shape, kind) in shapes.items() if name.startswith("attention_")}
+    return {name: unwritten(*shape, dtype=TORCH_DTYPE[kind]) for name, (shape, kind) in shapes.items() if name.startswith("attention_")}
 
 
 ATTENTIONS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 33, 768, 12), (2, 67, 40, 4), (1, 130, 64, 1), (1, 192, 160, 2)]  # B, T, C, NH
@@ -774,21 +773,18 @@ def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul
 
 
 @dtypes
-def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(plain_torch, dtype):
+@pytest.mark.parametrize("cpu", ["numba"], indirect=True)
+def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(cpu, plain_torch, dtype):
     """Of numba's; torch's takes heads that it has room for together."""
-    pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU", exc_type=ImportError)
-    from llmc.kernels_cpu.functions import numba_operations
-
-    ops = SimpleNamespace(**numba_operations())
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
     results = []
     for threads, workers in ((1, 1), (2, 2), (2, 1), (3, 3), (5, 9)):
         torch.set_num_threads(threads)
         outs = [unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), unwritten(3 * C, dtype=dtype)]
-        room = numba_attention_room(B, T, C, NH, dtype, workers)
-        ops.attention_cpu_forward(outs[0], qkvr, NH, room)
-        ops.attention_cpu_backward(outs[1], outs[2], datty, qkvr, NH, room, accumulate=False)
+        room = cpu.room(B, T, C, NH, dtype, workers)
+        cpu.forward(outs[0], qkvr, NH, room)
+        cpu.backward(outs[1], outs[2], datty, qkvr, NH, room, accumulate=False)
         results.append(outs)
     assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
 

@@ -41,8 +41,8 @@ def _add_product(builder, total, a, b, pairs):
     if MULTIPLIES_PAIRS:
         bf16s = ir.VectorType(_BFloat(), 2 * LANES)
         kind = ir.FunctionType(FLOATS, [FLOATS, bf16s, bf16s])
-        multiply = get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-        return builder.call(multiply, [total, builder.bitcast(a, bf16s), builder.bitcast(b, bf16s)])
+        instruction = get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(instruction, [total, builder.bitcast(a, bf16s), builder.bitcast(b, bf16s)])
     low = [builder.bitcast(builder.shl(x, INTS([16] * LANES)), FLOATS) for x in (a, b)]
     high = [builder.bitcast(builder.and_(x, INTS([0xFFFF0000] * LANES)), FLOATS) for x in (a, b)]
     return _add_product(builder, _add_product(builder, total, *low, False), *high, False)

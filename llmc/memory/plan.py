@@ -396,24 +396,20 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
-    return (
-        sizes_of(o.config, o.B, o.T, o.tensor_parallel)
-        | {
-            "Tp": -(-o.T // lse_multiple) * lse_multiple,
-            "R": head_chunk_rows(o),
-            "Rc": classifier_rows(o),
-            "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
-            "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
-            "Rw": max(1, min(rows, tuning.widened_rows)),
-            "U": update_room(o),
-            "G": max(1, min(o.sample_length, o.config.max_seq_len)),
-            "Q": attention_queries(o),
-            "Ha": attention_heads(o),
-            "HS": o.config.head_size,
-            "Wa": attention_workers(o),
-        }
-        | _attention_sizes(o)
-    )
+    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | {
+        "Tp": -(-o.T // lse_multiple) * lse_multiple,
+        "R": head_chunk_rows(o),
+        "Rc": classifier_rows(o),
+        "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
+        "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
+        "Rw": max(1, min(rows, tuning.widened_rows)),
+        "U": update_room(o),
+        "G": max(1, min(o.sample_length, o.config.max_seq_len)),
+        "Q": attention_queries(o),
+        "Ha": attention_heads(o),
+        "HS": o.config.head_size,
+        "Wa": attention_workers(o),
+    }  # fmt: skip
 
 
 def attention_queries(o: PlanOptions) -> int:
@@ -424,7 +420,7 @@ def attention_queries(o: PlanOptions) -> int:
 def attention_heads(o: PlanOptions) -> int:
     """Heads that it works on at once: those of some whole sequences, or an even part of one's."""
     heads = max(1, TUNING[o.device].score_elements // (attention_queries(o) * o.T))
-    NH = -(-o.config.num_heads // o.tensor_parallel)
+    NH = sizes_of(o.config, parts=o.tensor_parallel)["h"]
     if heads >= NH:
         return min(o.B, heads // NH) * NH
     return -(-NH // -(-NH // heads))
@@ -435,7 +431,7 @@ def attention_workers(o: PlanOptions) -> int:
     sizes = _attention_sizes(o) | {"Wa": 1}
     rooms = (row for row in NUMBA_ATTENTION if row[1].startswith("Wa"))
     each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.precision if dtype == "act" else dtype] for _, shape, dtype in rooms)
-    heads = o.B * -(-o.config.num_heads // o.tensor_parallel)
+    heads = o.B * sizes_of(o.config, parts=o.tensor_parallel)["h"]
     return max(1, min(heads, TUNING[o.device].worker_bytes // each))
 
 
