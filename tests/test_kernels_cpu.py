@@ -223,7 +223,7 @@ def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):
 PRODUCT = """
 import numpy as np
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.tiles import COLUMNS, LANES, ROWS, multiply, store_factor, values_of
+from llmc.kernels_cpu.tiles import COLUMNS, LANES, MULTIPLIES_PAIRS, ROWS, multiply, store_factor, values_of
 
 
 @door.njit
@@ -249,21 +249,28 @@ for kind, each in ((np.float32, 1), (np.uint32, 2)):
         c = before.copy() if adds else np.full_like(before, np.nan)
         product(c.ravel(), *packed, (rows, columns, depth // each), adds)
         assert (c == a.T @ b + adds * before).all(), (kind, adds)
-print(LANES)
+print(LANES, MULTIPLIES_PAIRS)
 """
-PROCESSORS = {  # what numba is told to compile for -> lanes
-    "this one": ({}, ("16", "8", "4")),
-    "AVX2": ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"}, ("8",)),
-    "SSE2": ({"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, ("4",)),
+PROCESSORS = {  # what numba is told to compile for, a processor and its features -> lanes, and whether pairs have an instruction
+    "this one": (None, ("16 True", "16 False", "8 False", "4 False")),
+    "AVX-512 and bf16": (("skylake-avx512", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512bf16"), ("16 True", "16 False")),
+    "AMX": (("skylake-avx512", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512bf16", "amx-bf16"), ("16 False",)),
+    "AVX-512": (("skylake-avx512", "avx", "avx2", "fma", "avx512f"), ("16 False",)),
+    "AVX2": (("haswell", "avx", "avx2", "fma"), ("8 False",)),
+    "SSE2": (("generic",), ("4 False",)),
 }
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
     """To the bit: whole numbers that bf16 has, and sums that fp32 has. Without an instruction for pairs of bf16, widened ones do."""
-    told, lanes = PROCESSORS[name]
-    if told and platform.machine() != "x86_64" or name == "AVX2" and not {"avx2", "fma"} <= door.processor_features():
-        pytest.skip(f"this is no processor with {name}")
+    processor, expected = PROCESSORS[name]
+    told = {}
+    if processor:
+        cpu, *features = processor
+        if platform.machine() != "x86_64" or not set(features) <= door.processor_features():
+            pytest.skip(f"this is no processor with {name}")
+        told = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features)}
     done = subprocess.run([sys.executable, "-c", PRODUCT], cwd=REPO, env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in lanes
+    assert done.stdout.strip() in expected
