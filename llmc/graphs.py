@@ -5,6 +5,7 @@ it takes the host some ten microseconds instead of some milliseconds, which is w
 """
 
 import gc
+from contextlib import suppress
 
 from llmc.errors import UserError, is_out_of_memory
 
@@ -68,7 +69,19 @@ def capture_cuda_graph(work, pool):
     try:
         with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             work()
+    except BaseException:
+        _close_pool(pool)
+        raise
     finally:
         if collects:
             gc.enable()
     return graph
+
+
+def _close_pool(pool):
+    """After a capture that could not be ended, torch before 2.12 would go on allocating from its pool, and refuse to empty its cache."""
+    import torch
+
+    with suppress(RuntimeError):  # of one that could: this has been done
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)

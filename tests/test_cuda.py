@@ -3,6 +3,7 @@
 Without one, only what can be known from shapes: that the CUDA attention operators accept the views the arenas give them.
 """
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,7 @@ CUBLAS_BYTES = 64 << 20  # its own workspaces
 def peak_and_plan(options, graphs=None):
     """The allocator's peak over three steps, and the plan."""
     plan = Plan(options)
+    gc.collect()  # an earlier model refers to itself
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

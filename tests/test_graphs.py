@@ -3,6 +3,8 @@
 On a CPU a recorder stands in for CUDA's graphs, see recorded_graph.py; tests/test_cuda.py has those on a card.
 """
 
+import contextlib
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +20,7 @@ from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
-from llmc.graphs import Graphs
+from llmc.graphs import Graphs, capture_cuda_graph
 from llmc.memory import plan as plan_module
 from llmc.memory.plan import Plan, PlanOptions
 
@@ -143,3 +145,31 @@ def test_the_reason_is_what_went_wrong_first():
     graphs.run("norm", lambda: None)
     with pytest.raises(UserError, match=r"\(a number was asked for\)"):
         graphs.run("norm", lambda: None)
+
+
+def test_a_capture_that_breaks_leaves_its_pool_closed(monkeypatch):
+    """torch's own calls of CUDA are stood in for: the first is refused where the capture could be ended, and nothing is left to do."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    for name in ("current_stream", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+
+    def call(name, refuses=False):
+        def refused(device, pool):
+            calls.append((name, pool))
+            if refuses:
+                raise RuntimeError("not recording")
+
+        return refused
+
+    for refuses, expected in ((False, [("end", 7), ("release", 7)]), (True, [("end", 7)])):
+        calls.clear()
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", call("end", refuses), raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", call("release"), raising=False)
+        with pytest.raises(ZeroDivisionError):
+            capture_cuda_graph(lambda: 1 / 0, 7)
+        assert calls == expected and gc.isenabled()
+    calls.clear()
+    capture_cuda_graph(lambda: None, 7)
+    assert not calls

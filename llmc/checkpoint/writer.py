@@ -8,7 +8,7 @@ from threading import Thread
 
 import torch
 
-from llmc.memory.arena import allocate, pin
+from llmc.memory.arena import allocate, allocate_pinned
 
 PIECE_BYTES = 1 << 20  # what is copied from a device, to it, or given to a file, at a time
 
@@ -51,10 +51,9 @@ class WriteBeside(WriteAtOnce):
 
     def __init__(self, plan):
         super().__init__()
-        self._copy = allocate(plan.checkpoint_bytes, torch.device("cpu"))
         self._on_gpu = plan.options.device == "cuda"
-        if self._on_gpu:
-            pin(self._copy)
+        n_bytes = plan.checkpoint_bytes
+        self._copy = allocate_pinned(n_bytes, self) if self._on_gpu else allocate(n_bytes, torch.device("cpu"))
         self._thread, self._error = None, None
 
     def begin(self, step, parts):

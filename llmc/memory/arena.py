@@ -1,6 +1,8 @@
 """Arenas carry the plan out: one allocation per purpose, views cut from it by name."""
 
 from math import prod
+from mmap import PAGESIZE
+from weakref import finalize
 
 import torch
 
@@ -16,11 +18,24 @@ def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, device=device).zero_()
 
 
-def pin(host: torch.Tensor) -> torch.Tensor:
-    """Lock host memory in place, so that a GPU reaches it directly. Torch's own allocator of such memory rounds up to a power of two."""
-    if host.nbytes:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)))
+def allocate_pinned(n_bytes: int, owner) -> torch.Tensor:
+    """(n_bytes,) uint8 of host memory, zeroed, that a GPU reaches directly for as long as `owner` lives.
+
+    It has its pages, up to two more than it fills, for itself: none can be locked twice. Torch's own allocator of such memory rounds
+    up to a power of two.
+    """
+    room = torch.empty(n_bytes + 2 * PAGESIZE, dtype=torch.uint8)
+    start = -room.data_ptr() % PAGESIZE
+    host = room[start : start + n_bytes].zero_()
+    if n_bytes:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), n_bytes, 0)))
+        finalize(owner, _unpin, host).atexit = False
     return host
+
+
+def _unpin(host):
+    torch.cuda.synchronize()
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))
 
 
 def cut(arena: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

@@ -6,7 +6,7 @@ its own while the next block computes; backward fetches it two blocks ahead of i
 
 import torch
 
-from llmc.memory.arena import pin
+from llmc.memory.arena import allocate, allocate_pinned
 from llmc.memory.plan import OFFLOAD_SLOTS, Plan
 
 
@@ -34,10 +34,8 @@ class OffloadedResiduals:
         self.slots = slots
         self.last = plan.options.config.num_layers - 1
         on_gpu = slots.device.type == "cuda"
-        self.host = torch.empty((plan.offloaded_layers, *slots.shape[1:]), dtype=slots.dtype)
-        assert self.host.nbytes == plan.residual_bytes
-        if on_gpu:
-            pin(self.host)
+        host = allocate_pinned(plan.residual_bytes, self) if on_gpu else allocate(plan.residual_bytes, slots.device)
+        self.host = host.view(slots.dtype).view(plan.offloaded_layers, *slots.shape[1:])
         self.stream = torch.cuda.Stream(slots.device) if on_gpu else None
         self.copied = [torch.cuda.Event() for _ in slots] if on_gpu else None
 
