@@ -125,7 +125,7 @@ def open_run(s: Settings) -> SimpleNamespace:
         check_lengths(s, source.config)
         threads = s.threads or world.threads
         prepare_numba(world, threads)
-        backend = open_backend(device_of(place, s.device), threads, bool(s.tf32))
+        backend = open_backend(device_of(place, s.device), threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
         return settle_run(s, source, backend, world)
 
@@ -168,7 +168,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
         )
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     plan = Plan(replace(options, rank=world.rank))
-    notes.append(chosen_line(plan.options, graphs))
+    notes.append(chosen_line(s, plan.options, graphs))
     return SimpleNamespace(
         settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs,
         budget=budget, host_bytes=host_bytes, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size,
@@ -176,11 +176,13 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     )  # fmt: skip
 
 
-def chosen_line(o: PlanOptions, graphs: bool) -> str:
+def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     """What was chosen among several ways to compute the same."""
-    graphs = f", CUDA graphs {'on' if graphs else 'off'}" if o.device == "cuda" else ""
-    attention = "in blocks" if o.attention_kind == "cpu" else o.attention_kind
-    return f"kernels: {o.kernel_set}, attention: {attention}, head: {head_chunk_rows(o)} rows of logits at once{graphs}"
+    ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
+    if o.device == "cuda":
+        matmul = "cublas" if s.matmul == "auto" else s.matmul
+        ways |= {"attention": o.attention_kind, "matmul": matmul, "CUDA graphs": "on" if graphs else "off"}
+    return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 
 def build(run: SimpleNamespace) -> SimpleNamespace:

@@ -148,8 +148,11 @@ def likely_precision(precision: str, kind: str) -> str:
     return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
 
 
-def open_backend(device: str, threads: int, tf32: bool) -> Backend:
-    """Choose and prepare the device. Raises UserError where what was asked for is not there."""
+def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
+    """Choose and prepare the device. Raises UserError where what was asked for is not there.
+
+    matmul  whose matmuls without a bias run on a GPU: cublas, which auto means, or cublaslt
+    """
     # read when torch first opens cuBLAS; without it deterministic matmuls are refused
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "32768")  # KiB; its 1 MiB by default rules out the fastest matmuls with a bias
@@ -172,6 +175,7 @@ def open_backend(device: str, threads: int, tf32: bool) -> Backend:
         raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0; choose one of them")
     torch.cuda.set_device(index)
     torch.cuda.set_stream(_stream(index))  # for everything: graphs cannot be captured on the default one
+    torch.backends.cuda.preferred_blas_library("cublas" if matmul == "auto" else matmul)  # whatever the environment says
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # split-K partial sums of weight gradients stay fp32
     torch.utils.deterministic.fill_uninitialized_memory = False  # every arena is zeroed by us, once
@@ -184,6 +188,19 @@ def _stream(index: int):
     import torch
 
     return torch.cuda.Stream(index)
+
+
+@contextmanager
+def matmuls_by(library: str):
+    """Matmuls without a bias run by that library of a GPU: cublas or cublaslt."""
+    import torch
+
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 @contextmanager

@@ -80,13 +80,15 @@ GROUPS = {
              at_least=0),
         Flag((), "async-checkpoint", int, 0, "0|1", "write checkpoints beside training, which waits only until they are copied into host "
              "memory that the plan counts", choices=(0, 1)),
-        _on_off("-y", "resume", 0, "go on from the newest complete checkpoint in the output directory"),
+        _on_off("-y", "resume", 0, "go on from the complete checkpoint of the highest step in the output directory"),
     ),
     "tokens per step": (
-        Flag(("-b",), "batch-size", int, 4, "B", "sequences per micro-batch and process; auto: the most that fit",
+        Flag(("-b",), "batch-size", int, 4, "B",
+             "sequences per micro-batch and process, or --tensor-parallel group; auto: the most that fit",
              at_least=1, at_most=2**31 - 1, also=("auto",)),
         Flag(("-t",), "sequence-length", int, 1024, "T", "tokens per sequence", at_least=1, at_most=2**31 - 1),
-        Flag(("-d",), "total-batch-size", int, -1, "TOKENS", "tokens per step, reached by accumulating gradients; -1: B x T x processes",
+        Flag(("-d",), "total-batch-size", int, -1, "TOKENS",
+             "tokens per step, reached by accumulating gradients; -1: B x T x processes, or groups",
              at_least=1, at_most=1 << 40, also=(-1,)),
     ),
     "steps": (
@@ -120,7 +122,7 @@ GROUPS = {
         _on_off("-f", "tf32", 1, "let fp32 matmuls use TF32 on a GPU that has it"),
         _on_off("-w", "master-weights", 1, "keep fp32 weights beside bf16 ones for the optimizer"),
         Flag((), "master", str, "auto", "auto|fp32|bits16|none",
-             "form of those: a copy, or exactly the same in the 16 bits that bf16 lacks; auto follows -w",
+             "form of the fp32 master weights: a copy, or exactly the same in the 16 bits that bf16 lacks; auto follows -w",
              choices=("auto", "fp32", "bits16", "none")),
         Flag((), "optimizer-state", str, "fp32", "fp32|bf16", "type of AdamW's m and v; bf16 is rounded stochastically",
              choices=("fp32", "bf16")),
@@ -134,6 +136,9 @@ GROUPS = {
         Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient",
              "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. cudnn does not repeat its bits",
              choices=("auto", "flash", "cudnn", "efficient")),
+        Flag((), "matmul", str, "auto", "auto|cublas|cublaslt",
+             "whose matmuls without a bias run on a GPU, those with one being cuBLASLt's; auto: cublas. The bits may differ",
+             choices=("auto", "cublas", "cublaslt")),
     ),
     "memory": (
         Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",
@@ -157,7 +162,8 @@ GROUPS = {
              "that all stages give the same bits; 0: -z 0 and 1 do so once a step, and send less", choices=(0, 1)),
         Flag((), "tensor-parallel", int, 1, "PARTS", "split every layer and the vocabulary over so many processes, neighbours",
              at_least=1),
-        Flag((), "tp-recompute-allgather", int, 1, "0|1", "what they gather for a matmul: 1 gathers it again in backward, 0 keeps it",
+        Flag((), "tp-recompute-allgather", int, 1, "0|1",
+             "rows that --tensor-parallel gathers for a matmul: 1 gathers them again in backward, 0 keeps them",
              choices=(0, 1)),
         Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all; not needed with a launcher", at_least=1),
         Flag(("-pr",), "process-rank", int, 0, "RANK", "number of this process, from 0; not needed with a launcher", at_least=0),
@@ -187,9 +193,14 @@ GROUPS = {
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
+EXIT_CODES = {
+    0: "done, or stopped by a signal", 1: "nobody reads the output any more", 2: "one sentence on what to correct",
+    3: "it does not fit in memory", 4: "another rank was lost; start all again with -y 1", 130: "Ctrl-C before the first step",
+}  # fmt: skip
+
 EXAMPLES = (
-    ("a small model from scratch, on any machine", "-e d6 -b 4 -t 128 -d 2048 -x 200 -o log_d6"),
-    ("go on where it stopped, or crashed", "-e d6 -b 4 -t 128 -d 2048 -x 400 -o log_d6 -y 1"),
+    ("a small model from scratch, on any machine", "-e d6 -b 4 -t 128 -d 2048 -x 200 -o log_d6 -n 50"),
+    ("go on where it stopped, or crashed", "-e d6 -b 4 -t 128 -d 2048 -x 400 -o log_d6 -n 50 -y 1"),
     ("will the 1.5B model fit? nothing is allocated", "-e d48 -b 16 -r 2 --plan --memory-budget h100-80"),
     (
         "what 1024 processes each hold and send; nothing is started",
@@ -269,7 +280,8 @@ def format_help(width: int = 100) -> str:
         for flag in flags:
             text = wrapper.fill(f"{flag.help} {_shown_default(flag)}".rstrip())
             lines.append(_usage(flag) + text[len(_usage(flag)) :])
-    lines += ["", "examples"]
+    lines += ["", "exit codes", *(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())]
+    lines += ["", "examples (the data they read: python scripts/prepare_tinyshakespeare.py)"]
     for what, arguments in EXAMPLES:
         lines += [f"  {what}", f"      python train_gpt2.py {arguments}"]
     return "\n".join(lines) + "\n"

@@ -258,6 +258,8 @@ def plan_options(
         raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
     if s.attention != "auto" and kind != "cuda":
         raise UserError(f"--attention {s.attention} is a GPU's, and this run is on a CPU, which has one of its own; leave it out")
+    if s.matmul != "auto" and kind != "cuda":
+        raise UserError(f"--matmul {s.matmul} is a GPU's, and this run is on a CPU, whose matmuls are torch's; leave it out")
     check_parts(s, config)
     ranks, parts = data_ranks(s, world), s.tensor_parallel
     if s.zero_stage > 0 and not divides(config, ranks, parts):

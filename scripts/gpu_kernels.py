@@ -8,6 +8,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
+from llmc.backend import matmuls_by
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
 from llmc.kernels import operations
@@ -222,10 +223,30 @@ def matmuls(run, record):
 
         for kind in ("forward", "dinput", "dweight, bf16", "dweight, fp32"):
             with attempt(record, f"{name} {kind}"):
-                ms, spread = measure(run, calls(kind), calls(kind))
+                sets = calls(kind), calls(kind)
+                ms, spread = measure(run, *sets)
                 rate = 2 * rows * inner * outer / ms / 1e9
                 row = {"matmul": name, "which": kind, "rows, in, out": f"{rows}, {inner}, {outer}", "ms": ms, "spread": spread}
-                table(record, "").append(row | {"TFLOP/s": rate, "of matmul": run.share(rate, "bf16")})
+                row |= {"TFLOP/s": rate, "of matmul": run.share(rate, "bf16")}
+                if run.cuda and (kind != "forward" or name == "head"):  # with a bias it is cuBLASLt's anyway
+                    row |= other_library(run, *sets)
+                table(record, "").append(row)
+    record["notes"].append("cublaslt: what --matmul cublaslt would run instead; worth a row of a table if it is faster")
+
+
+def other_library(run, *calls) -> dict:
+    """The same matmul by cuBLASLt, and whether its bits are cuBLAS's."""
+
+    def other(call):
+        with matmuls_by("cublaslt"):
+            call()
+
+    ms, _ = measure(run, *(partial(other, call) for call in calls))
+    call, results = calls[0], []
+    for function in (call, partial(other, call)):
+        function()
+        results.append(call.args[0].clone())
+    return {"cublaslt ms": ms, "same bits": "yes" if torch.equal(*results) else "no"}
 
 
 def attention(run, record):

@@ -274,6 +274,7 @@ FLAGS = {
     "GELU fusion": ("-ge 1", "-ge 1 fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0"),
     "GELU fusion against a level": ("-ge 2 -r 4", "-ge 2 -r 4: GELU's gradient joins a matmul that runs before this level has its input"),
     "a GPU's attention": ("--attention flash", "--attention flash is a GPU's, and this run is on a CPU"),
+    "a GPU's matmuls": ("--matmul cublaslt", "--matmul cublaslt is a GPU's, and this run is on a CPU, whose matmuls are torch's"),
     "a GPU's kernels": ("--kernels triton", "--kernels triton: they are for a GPU, and this run is on a CPU; leave it out"),
     "no such level": ("-r 9", "-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto"),
     "no such level, planned": ("-r 9 --plan", "-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto"),

@@ -36,6 +36,7 @@ READ = {
     "-b": {"auto": "auto", "1": 1}, "-r": {"auto": "auto", "0": 0, "6": 6},
     "--master": {"auto": "auto", "fp32": "fp32", "bits16": "bits16", "none": "none"}, "--optimizer-state": {"bf16": "bf16"},
     "--kernels": {"auto": "auto", "torch": "torch", "triton": "triton"}, "--attention": {"cudnn": "cudnn", "flash": "flash"},
+    "--matmul": {"auto": "auto", "cublaslt": "cublaslt"},
     "--grad-dtype": {"auto": "auto", "fp32": "fp32", "bf16": "bf16"}, "--memory-budget": {"h100-80": "h100-80", "500 MiB": "500 MiB"},
 }  # fmt: skip
 
@@ -48,7 +49,7 @@ WRONG = {
     "--ranks": ("-1", "auto", "1.5"), "--link": ("-1", "fast", "inf", "400,3600"), "--node-link": ("-1", "nan"),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
     "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
-    "--kernels": ("cuda", ""), "--attention": ("math", "cpu"),
+    "--kernels": ("cuda", ""), "--attention": ("math", "cpu"), "--matmul": ("lt", "fp8"),
     "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
 
@@ -204,7 +205,7 @@ def test_help_names_every_flag_and_keeps_to_the_width(width):
     text = format_help(width)
     for flag in FLAGS:
         assert f"  {', '.join(flag.names)} {flag.value}".rstrip() in text
-    listed = text[text.index("\nfiles\n") : text.index("\nexamples\n")]
+    listed = text[text.index("\nfiles\n") : text.index("\nexamples ")]
     assert max(map(len, listed.splitlines())) <= max(width, 80)
 
 

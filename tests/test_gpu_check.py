@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from llmc.backend import Backend
 from llmc.config import config_from_descriptor
 from llmc.data.shards import open_shard
 from llmc.graphs import Graphs
+from llmc.layers.matmul import matmul_dweight
 from llmc.memory import plan as memory_plan
 from scripts import gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_check import SECTIONS, Section
@@ -344,6 +346,35 @@ def test_of_an_operation_in_halves_only_the_launch_is_timed(run, name, monkeypat
     staged = next(copied)
     call()
     assert staged > 0 and next(copied) == staged + 1 and launched
+
+
+def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_compared(run, monkeypatch):
+    """The library that is asked for adds one to what gives the weight's gradient."""
+    shift = [0.0]
+
+    @contextmanager
+    def matmuls_by(library):
+        assert library == "cublaslt"
+        shift[0] = 1.0
+        yield
+        shift[0] = 0.0
+
+    def dweight(dweight, dout, inp, *, accumulate, widened=None):
+        matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=torch.empty(inp.numel() + dout.numel()))
+        dweight.add_(shift[0])
+
+    monkeypatch.setattr(gpu_kernels, "matmuls_by", matmuls_by)
+    monkeypatch.setattr(gpu_kernels, "matmul_dweight", dweight)
+    run.cuda, record = True, new_record("")
+    with torch.no_grad():
+        gpu_kernels.matmuls(run, record)
+    assert not record["errors"]
+    found = {(row["matmul"], row["which"]): row.get("same bits") for row in record["tables"][""]}
+    assert {which for (_, which), same in found.items() if same == "no"} == {"dweight, bf16", "dweight, fp32"}
+    assert {where for where, same in found.items() if same == "yes"} == {("head", "forward")} | {
+        where for where in found if where[1] == "dinput"
+    }
+    assert [where for where, same in found.items() if same is None] == [(name, "forward") for name in ("qkv", "attproj", "fc", "fcproj")]
 
 
 def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run, monkeypatch):
