@@ -950,11 +950,17 @@ def one_step(model):
     return seen + [raw(arena) for arena in model.flat.values()]
 
 
+def interpreted(own):
+    """Whether those kernels run in Triton's interpreter."""
+    return own == "triton" and DEVICE == "cpu"
+
+
 @precisions
 def test_every_recompute_level_gives_the_same_bits(own, few_partials, precision):
-    """Of losses, gradients, weights and moments; and the same where no two activations share a byte."""
+    """Of losses, gradients, weights and moments; and the same where no two activations share a byte. Interpreted, which takes a minute,
+    fp32 has two levels: what is launched at one does not depend on the type."""
     baseline = one_step(build(own, precision, recompute=0))
-    for level in list(NOT_KEPT)[1:]:
+    for level in (2, 6) if interpreted(own) and precision == "fp32" else list(NOT_KEPT)[1:]:
         model = build(own, precision, recompute=level)
         assert one_step(model) == baseline, f"-r {level}"
     assert any(model.plan.segments.again)  # blocks do run again
@@ -1090,15 +1096,15 @@ def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise
 
 
 def test_golden_losses_of_llmc(own, few_partials, tmp_path, monkeypatch):
-    """The first five steps of case A in fp32, to 2e-4; its norms to 1e-3."""
-    if own == "triton" and DEVICE == "cpu":  # fewer, larger programs are faster when interpreted
+    """The first five steps of case A in fp32, interpreted three, to 2e-4; its norms to 1e-3."""
+    if interpreted(own):  # fewer, larger programs are faster then
         sized_chunks(monkeypatch, 1 << 14, 1 << 14)
     case = write_case_a(tmp_path)
     golden = [json.loads(line) for line in (REPO / "tests/golden/train_A.jsonl").read_text().splitlines()]
     model = GPT2(Plan(PlanOptions(CONFIG, 4, 32, "fp32", kernels=own, recompute=2, device=DEVICE)), DEVICE)
     load_weights(case / "model.bin", model)
     loader = TokenLoader(f"{case}/train_*.bin", 4, 32, shuffle=True)
-    for row in [row for row in golden if "loss" in row][:5]:
+    for row in [row for row in golden if "loss" in row][: 3 if interpreted(own) else 5]:
         for micro_step in range(2):
             inputs, targets = loader.next_batch()
             model.forward(inputs)
