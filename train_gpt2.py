@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
+from llmc.backend import MATMUL_LIBRARY, Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
 from llmc.checkpoint.store import extra_path, prepare_folder
 from llmc.config import ModelConfig
 from llmc.distributed import (
@@ -62,8 +62,7 @@ LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO} 
 
 
 def main(argv=None) -> int:
-    """Run the command line; the exit code: 0 done, 1 nobody reads the output, 2 a sentence on what to change, 3 it does not
-    fit in memory, 4 another rank was lost, 130 Ctrl-C before the loop."""
+    """Run the command line; the exit code, one of llmc.flags.EXIT_CODES."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if closed; a path or sample that a terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -180,8 +179,7 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     """What was chosen among several ways to compute the same."""
     ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
     if o.device == "cuda":
-        matmul = "cublas" if s.matmul == "auto" else s.matmul
-        ways |= {"attention": o.attention_kind, "matmul": matmul, "CUDA graphs": "on" if graphs else "off"}
+        ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 

@@ -10,6 +10,8 @@ from llmc.errors import UserError
 
 # bf16 without this is emulated on a CPU, and slower than fp32
 CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
+# --matmul -> torch's name of what runs a GPU's matmuls without a bias
+MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def likely_precision(precision: str, kind: str) -> str:
 def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
     """Choose and prepare the device. Raises UserError where what was asked for is not there.
 
-    matmul  whose matmuls without a bias run on a GPU: cublas, which auto means, or cublaslt
+    matmul  whose matmuls without a bias run on a GPU: a key of MATMUL_LIBRARY
     """
     # read when torch first opens cuBLAS; without it deterministic matmuls are refused
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -175,7 +177,7 @@ def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") ->
         raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0; choose one of them")
     torch.cuda.set_device(index)
     torch.cuda.set_stream(_stream(index))  # for everything: graphs cannot be captured on the default one
-    torch.backends.cuda.preferred_blas_library("cublas" if matmul == "auto" else matmul)  # whatever the environment says
+    torch.backends.cuda.preferred_blas_library(MATMUL_LIBRARY[matmul])  # whatever the environment says
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # split-K partial sums of weight gradients stay fp32
     torch.utils.deterministic.fill_uninitialized_memory = False  # every arena is zeroed by us, once
@@ -188,19 +190,6 @@ def _stream(index: int):
     import torch
 
     return torch.cuda.Stream(index)
-
-
-@contextmanager
-def matmuls_by(library: str):
-    """Matmuls without a bias run by that library of a GPU: cublas or cublaslt."""
-    import torch
-
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(library)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, make_dataclass
 from math import inf
 from re import compile, fullmatch
 
-from llmc.errors import UserError
+from llmc.errors import LOST_CODE, UserError
 from llmc.memory.ladder import NOT_KEPT, goes_with
 
 
@@ -194,8 +194,8 @@ FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
-    0: "done, or stopped by a signal", 1: "nobody reads the output any more", 2: "one sentence on what to correct",
-    3: "it does not fit in memory", 4: "another rank was lost; start all again with -y 1", 130: "Ctrl-C before the first step",
+    0: "done, or stopped by a signal", 1: "the output cannot be written any more", 2: "one sentence on what to correct",
+    3: "it does not fit in memory", LOST_CODE: "another rank was lost; start all again with -y 1", 130: "Ctrl-C before the first step",
 }  # fmt: skip
 
 EXAMPLES = (

@@ -32,7 +32,7 @@ from llmc.kernels import launch_problem
 from llmc.memory import plan as memory_plan
 from llmc.memory.plan import PlanOptions
 from scripts import gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
-from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, attempt, device_is_lost, free_memory, last_lines, new_record
+from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, device_is_lost, free_memory, last_lines, new_record
 from scripts.gpu_report import markdown, print_summary
 
 
@@ -158,8 +158,10 @@ def run_section(run, section, record):
     if record["status"] == "ran" and record["errors"] and not any(record["tables"].values()):
         record |= {"status": "failed", "reason": "nothing in it succeeded"}
     if run.cuda and not device_is_lost():
-        with attempt(record, "giving memory back"):
+        try:
             free_memory()
+        except Exception as error:  # if it is the device, the caller will find out
+            record["errors"].append({"what": "giving memory back", "lines": last_lines(error)})
 
 
 def continue_in_new_process(run, section, rest):

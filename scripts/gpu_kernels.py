@@ -8,7 +8,6 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from llmc.backend import matmuls_by
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
 from llmc.kernels import operations
@@ -232,6 +231,17 @@ def matmuls(run, record):
                     row |= other_library(run, *sets)
                 table(record, "").append(row)
     record["notes"].append("cublaslt: what --matmul cublaslt would run instead; worth a row of a table if it is faster")
+
+
+@contextmanager
+def matmuls_by(library):
+    """Matmuls without a bias run by that library of a GPU: cublas or cublaslt."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def other_library(run, *calls) -> dict:

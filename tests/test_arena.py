@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmc.memory.arena import allocate_pinned
+from llmc.memory.arena import allocate_host
 
 
 class Owner:
     """What has such memory, and is in a circle of references, as models are."""
 
     def __init__(self, n_bytes):
-        self.itself, self.host = self, allocate_pinned(n_bytes, self)
+        self.itself, self.host = self, allocate_host(n_bytes, self, pinned=True)
 
 
 @pytest.fixture

@@ -156,12 +156,12 @@ def test_a_capture_that_breaks_leaves_its_pool_closed(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
 
     def call(name, refuses=False):
-        def refused(device, pool):
+        def called(device, pool):
             calls.append((name, pool))
             if refuses:
                 raise RuntimeError("not recording")
 
-        return refused
+        return called
 
     for refuses, expected in ((False, [("end", 7), ("release", 7)]), (True, [("end", 7)])):
         calls.clear()

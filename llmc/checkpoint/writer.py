@@ -8,7 +8,7 @@ from threading import Thread
 
 import torch
 
-from llmc.memory.arena import allocate, allocate_pinned
+from llmc.memory.arena import allocate_host
 
 PIECE_BYTES = 1 << 20  # what is copied from a device, to it, or given to a file, at a time
 
@@ -52,8 +52,7 @@ class WriteBeside(WriteAtOnce):
     def __init__(self, plan):
         super().__init__()
         self._on_gpu = plan.options.device == "cuda"
-        n_bytes = plan.checkpoint_bytes
-        self._copy = allocate_pinned(n_bytes, self) if self._on_gpu else allocate(n_bytes, torch.device("cpu"))
+        self._copy = allocate_host(plan.checkpoint_bytes, self, pinned=self._on_gpu)
         self._thread, self._error = None, None
 
     def begin(self, step, parts):

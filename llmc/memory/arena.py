@@ -18,12 +18,14 @@ def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, device=device).zero_()
 
 
-def allocate_pinned(n_bytes: int, owner) -> torch.Tensor:
-    """(n_bytes,) uint8 of host memory, zeroed, that a GPU reaches directly for as long as `owner` lives.
+def allocate_host(n_bytes: int, owner, pinned: bool) -> torch.Tensor:
+    """(n_bytes,) uint8 of host memory, zeroed; pinned, a GPU reaches it directly for as long as `owner` lives.
 
-    It has its pages, up to two more than it fills, for itself: none can be locked twice. Torch's own allocator of such memory rounds
-    up to a power of two.
+    Then it has its pages, up to two more than it fills, for itself: none can be locked twice. Torch's own allocator of such memory
+    rounds up to a power of two.
     """
+    if not pinned:
+        return allocate(n_bytes, torch.device("cpu"))
     room = torch.empty(n_bytes + 2 * PAGESIZE, dtype=torch.uint8)
     start = -room.data_ptr() % PAGESIZE
     host = room[start : start + n_bytes].zero_()

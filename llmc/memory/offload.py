@@ -6,7 +6,7 @@ its own while the next block computes; backward fetches it two blocks ahead of i
 
 import torch
 
-from llmc.memory.arena import allocate, allocate_pinned
+from llmc.memory.arena import allocate_host
 from llmc.memory.plan import OFFLOAD_SLOTS, Plan
 
 
@@ -34,7 +34,7 @@ class OffloadedResiduals:
         self.slots = slots
         self.last = plan.options.config.num_layers - 1
         on_gpu = slots.device.type == "cuda"
-        host = allocate_pinned(plan.residual_bytes, self) if on_gpu else allocate(plan.residual_bytes, slots.device)
+        host = allocate_host(plan.residual_bytes, self, pinned=on_gpu)
         self.host = host.view(slots.dtype).view(plan.offloaded_layers, *slots.shape[1:])
         self.stream = torch.cuda.Stream(slots.device) if on_gpu else None
         self.copied = [torch.cuda.Event() for _ in slots] if on_gpu else None
