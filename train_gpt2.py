@@ -149,7 +149,8 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
     measured = peak_tflops is None
     if measured:
-        peak_tflops = measure_matmul_tflops(backend, precision)
+        rate_of = "fp32" if options.widened_matmuls else precision  # what they are multiplied in
+        peak_tflops = measure_matmul_tflops(backend, rate_of)
     print_rows({
         "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
         "precision": "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper(),
@@ -163,7 +164,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     notes = [*reasons, *chosen]
     if measured:
         notes.append(
-            f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {precision}"
+            f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {rate_of}"
         )
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     plan = Plan(replace(options, rank=world.rank))
@@ -178,6 +179,8 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
 def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     """What was chosen among several ways to compute the same."""
     ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
+    if o.device == "cpu" and o.precision == "bf16":
+        ways["matmul"] = "widened to fp32" if o.widened_matmuls else "in bf16"
     if o.device == "cuda":
         ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())

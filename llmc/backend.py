@@ -8,10 +8,11 @@ from functools import cache
 
 from llmc.errors import UserError
 
-# bf16 without this is emulated on a CPU, and slower than fp32
+# without one of these torch's bf16 matmuls on a CPU were measured a hundred times as slow as fp32's
 CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt"}
+CPU_MATMULS = ("native", "widened")  # --matmul on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +151,15 @@ def likely_precision(precision: str, kind: str) -> str:
     return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
 
 
+def widens_matmuls(matmul: str, kind: str, precision: str) -> bool:
+    """Whether bf16 factors are widened to fp32 for every matmul: on a CPU, if --matmul says so or there is no arithmetic for them."""
+    return kind == "cpu" and precision == "bf16" and (matmul == "widened" or matmul == "auto" and not cpu_has_native_bf16())
+
+
 def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
     """Choose and prepare the device. Raises UserError where what was asked for is not there.
 
-    matmul  whose matmuls without a bias run on a GPU: a key of MATMUL_LIBRARY
+    matmul  whose matmuls without a bias run on a GPU: a key of MATMUL_LIBRARY; what is none is a CPU's
     """
     # read when torch first opens cuBLAS; without it deterministic matmuls are refused
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -177,7 +183,7 @@ def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") ->
         raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0; choose one of them")
     torch.cuda.set_device(index)
     torch.cuda.set_stream(_stream(index))  # for everything: graphs cannot be captured on the default one
-    torch.backends.cuda.preferred_blas_library(MATMUL_LIBRARY[matmul])  # whatever the environment says
+    torch.backends.cuda.preferred_blas_library(MATMUL_LIBRARY.get(matmul))  # whatever the environment says
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # split-K partial sums of weight gradients stay fp32
     torch.utils.deterministic.fill_uninitialized_memory = False  # every arena is zeroed by us, once

@@ -16,7 +16,7 @@ from llmc.data.order import token_order
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
-from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
+from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.distributed.sharing import Alone
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
@@ -61,6 +61,9 @@ class GPT2:
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
+        # where bf16 factors are widened: for all matmuls, and for weight gradients
+        self.matmul_room = self.acts["widened"] if o.widened_matmuls else None
+        self.dweight_room = self.acts.get("widened")
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients")
         self.sharing = sharing or Alone()
@@ -220,9 +223,12 @@ class GPT2:
             self.parts.gather_in_place(l.all_rows[name])
         return l.all_rows[name]
 
+    def _matmul(self, out, inp, weight, bias=None):
+        matmul_forward(out, inp, weight, bias, widened=self.matmul_room)
+
     def _summed_matmul(self, out, inp, weight, bias):
         """out (B, s, C) = inp @ weight.T + bias, of which each part has some columns of inp and of the weight."""
-        matmul_forward(self.parts.partial(out), inp, weight, self.parts.bias(bias))
+        self._matmul(self.parts.partial(out), inp, weight, self.parts.bias(bias))
         self.parts.sum_partial(out)
 
     def _residual3(self, l):
@@ -235,7 +241,7 @@ class GPT2:
         self.ops.layernorm_normalize(l.ln1, l.residual, l.ln1_mean, l.ln1_rstd, l.ln1w, l.ln1b, self.acts)
 
     def _qkv(self, l):
-        matmul_forward(l.qkvr, self._all_rows(l, "ln1"), l.qkvw, l.qkvb)
+        self._matmul(l.qkvr, self._all_rows(l, "ln1"), l.qkvw, l.qkvb)
 
     def _attention(self, l):
         if self.attention == "cpu":
@@ -251,7 +257,7 @@ class GPT2:
         self.ops.layernorm_normalize(l.ln2, l.residual2, l.ln2_mean, l.ln2_rstd, l.ln2w, l.ln2b, self.acts)
 
     def _fc(self, l):
-        matmul_forward(l.fch, self._all_rows(l, "ln2"), l.fcw, l.fcb)
+        self._matmul(l.fch, self._all_rows(l, "ln2"), l.fcw, l.fcb)
 
     def _gelu(self, l):
         self.ops.gelu_forward(l.fch_gelu, l.fch, self.acts)
@@ -280,7 +286,7 @@ class GPT2:
         """Add to the losses of a chunk of rows, of all parts; its logits, their own gradient if dloss is given, and its lnf."""
         a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], part)
         logits = a["logits"][: len(lnf)]
-        matmul_forward(logits, lnf, self.params["wte"])
+        self._matmul(logits, lnf, self.params["wte"])
         numbers = dict(V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options))
         if self.parts.size > 1:
             self.parts.classify(logits, part, a, **numbers)
@@ -383,10 +389,9 @@ class GPT2:
         for g, group in enumerate(groups):
             for i, part in enumerate(group):
                 logits, lnf = self._classify(part, dloss)
-                matmul_backward(
-                    lnf, group_sum, logits, lnf, self.params["wte"],
-                    accumulate=i > 0 or self.accumulate and not in_groups, widened=a.get("head_widened"),
-                )  # fmt: skip
+                accumulate, room = i > 0 or self.accumulate and not in_groups, a.get("head_widened", self.matmul_room)
+                matmul_dweight(group_sum, logits, lnf, accumulate=accumulate, widened=room)
+                self._matmul_dinput(lnf, logits, self.params["wte"])
                 self.parts.sum_head_rows(a["lnf"], part)
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
@@ -403,19 +408,25 @@ class GPT2:
         """Tokens of a step, on all ranks."""
         return self.B * self.T * grad_accum_steps * self.sharing.size
 
+    def _matmul_dweight(self, dweight, dout, inp):
+        matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, widened=self.dweight_room)
+
+    def _matmul_dinput(self, dinp, dout, weight):
+        matmul_dinput(dinp, dout, weight, widened=self.matmul_room)
+
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
         """Of a matmul whose results are summed: dout and dinp are of all rows."""
-        matmul_backward(dinp, dweight, dout, inp, weight, accumulate=self.accumulate, widened=self.acts.get("widened"))
+        self._matmul_dweight(dweight, dout, inp)
+        self._matmul_dinput(dinp, dout, weight)
 
     def _gathered_matmul_backward(self, l, name, dinp, dweight, dout, weight):
         """Of a matmul of all parts' rows of ln1 or ln2."""
-        rows = self._all_rows(l, name, again=True)
-        matmul_dweight(dweight, dout, rows, accumulate=self.accumulate, widened=self.acts.get("widened"))
-        matmul_dinput(self.parts.partial(dinp), dout, weight)
+        self._matmul_dweight(dweight, dout, self._all_rows(l, name, again=True))
+        self._matmul_dinput(self.parts.partial(dinp), dout, weight)
         self.parts.sum_partial(dinp)
 
     def _fcproj_dinput(self, l):
-        matmul_dinput(self.acts["dfch"], self.parts.gathered(self.acts["dresidual"]), l.fcprojw)
+        self._matmul_dinput(self.acts["dfch"], self.parts.gathered(self.acts["dresidual"]), l.fcprojw)
 
     def _fcproj_dinput_gelu(self, l):
         a = self.acts
@@ -429,8 +440,7 @@ class GPT2:
         self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate, out_again=l.fch_gelu)
 
     def _fcproj_dweight(self, l):
-        dout = self.parts.still_gathered(self.acts["dresidual"])
-        matmul_dweight(l.dfcprojw, dout, l.fch_gelu, accumulate=self.accumulate, widened=self.acts.get("widened"))
+        self._matmul_dweight(l.dfcprojw, self.parts.still_gathered(self.acts["dresidual"]), l.fch_gelu)
 
     def _fc_backward(self, l):
         self._gathered_matmul_backward(l, "ln2", self.acts["dln2"], l.dfcw, self.acts["dfch"], l.fcw)

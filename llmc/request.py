@@ -10,7 +10,7 @@ from glob import glob
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import available_host_bytes, likely_device_kind, likely_precision
+from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_precision, widens_matmuls
 from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path
@@ -258,8 +258,11 @@ def plan_options(
         raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
     if s.attention != "auto" and kind != "cuda":
         raise UserError(f"--attention {s.attention} is a GPU's, and this run is on a CPU, which has one of its own; leave it out")
-    if s.matmul != "auto" and kind != "cuda":
-        raise UserError(f"--matmul {s.matmul} is a GPU's, and this run is on a CPU, whose matmuls are torch's; leave it out")
+    if s.matmul in CPU_MATMULS if kind == "cuda" else s.matmul in ("cublas", "cublaslt"):
+        whose, here = ("a CPU's", "on a GPU") if kind == "cuda" else ("a GPU's", "on a CPU")
+        raise UserError(f"--matmul {s.matmul} is {whose}, and this run is {here}; leave it out")
+    if s.matmul == "widened" and precision == "fp32":
+        raise UserError("--matmul widened is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     check_parts(s, config)
     ranks, parts = data_ranks(s, world), s.tensor_parallel
     if s.zero_stage > 0 and not divides(config, ranks, parts):
@@ -279,7 +282,7 @@ def plan_options(
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
-        step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
+        step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks), widened_matmuls=widens_matmuls(s.matmul, kind, precision),
     )  # fmt: skip
 
 

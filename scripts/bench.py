@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from llmc.backend import measure_matmul_tflops, open_backend
+from llmc.backend import measure_matmul_tflops, open_backend, widens_matmuls
 from llmc.config import config_from_descriptor
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
@@ -79,7 +79,8 @@ class OurTrainer:
     def __init__(self, args, config, precision, backend):
         s, _ = settle_kernels_of(parse(["--kernels", args.kernels]), backend)
         options = PlanOptions(
-            config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind, kernels=s.kernels
+            config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind, kernels=s.kernels,
+            widened_matmuls=widens_matmuls("auto", backend.kind, precision),
         )  # fmt: skip
         graphs = Graphs() if check_graphs(s, options) else None
         self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
@@ -119,8 +120,9 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
         "pytorch": (PyTorchTrainer(config, precision, backend.device), on_device),
     }
     times, peak = {name: [] for name in sides}, 0.0
+    rate_of = "fp32" if sides["ours"][0].model.plan.options.widened_matmuls else precision  # of what there is, the best
     for round_ in range(args.steps + warmup):
-        peak = max(peak, measure_matmul_tflops(backend, precision, seconds=0.1))
+        peak = max(peak, measure_matmul_tflops(backend, rate_of, seconds=0.1))
         for name, (trainer, batch) in sides.items():
             backend.synchronize()
             start = time.perf_counter()

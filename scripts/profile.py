@@ -63,7 +63,7 @@ DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
 # matmul -> places of an argument with a row for every token, and of the weight or its gradient
 MATMULS = {"matmul_forward": (0, 2), "matmul_dinput": (0, 2), "matmul_dweight": (1, 0),
            "matmul_gelu_forward": (0, 3), "matmul_gelu_backward": (0, 2)}  # fmt: skip
-CALLED_BY_NAME = ("matmul_", "attention_", "residual_")  # functions that are not among model.ops; matmul_backward is two matmuls
+CALLED_BY_NAME = ("matmul_", "attention_", "residual_")  # functions that are not among model.ops
 # of how many of its first tensors an operation reads what it overwrites
 IN_PLACE = {"residual_layernorm_forward": 1, "residual_add_inplace": 1, "gelu_backward_inplace": 1, "layernorm_backward": 1,
             "fused_classifier_inplace": 2, "encoder_backward": 1}  # fmt: skip
@@ -349,9 +349,8 @@ class Recorder:
 
 @contextmanager
 def hooked(model, recorder: Recorder):
-    """Hooks around all that the model runs in a step: model.ops, what llmc.gpt2 and llmc.layers.matmul call by name, the stages."""
+    """Hooks around all that the model runs in a step: model.ops, what llmc.gpt2 calls by name, the stages."""
     from llmc import gpt2
-    from llmc.layers import matmul
 
     with ExitStack() as undo:
 
@@ -364,10 +363,8 @@ def hooked(model, recorder: Recorder):
 
         for name in [n for n in vars(model.ops) if not n.startswith("stage_")]:  # these copy in what the launch_ ones need
             hook(model.ops, name)
-        for name in [n for n in vars(gpt2) if n.startswith(CALLED_BY_NAME) and n != "matmul_backward"]:
+        for name in [n for n in vars(gpt2) if n.startswith(CALLED_BY_NAME)]:
             hook(gpt2, name)
-        for name in MATMULS.keys() & vars(matmul).keys():
-            hook(matmul, name)
         if hasattr(model, "matmul_gelu"):
             hook(model.matmul_gelu, "forward", "matmul_gelu_")
             hook(model.matmul_gelu, "backward", "matmul_gelu_")

@@ -30,6 +30,14 @@ SINGLE = replace(SMALL, num_layers=1, num_heads=1, channels=24)
 B, T = 2, 17
 
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
+WIDENED = {"widened_matmuls": True}  # as on processors without bf16
+WAYS = {
+    "fp32": ("fp32", {}),
+    "bf16": ("bf16", {}),
+    "widened": ("bf16", WIDENED),
+    "widened-fp32": ("bf16", WIDENED | {"grad_dtype": "fp32"}),
+}
+ways = pytest.mark.parametrize("precision, more", WAYS.values(), ids=WAYS)
 
 
 def build(config, precision="fp32", B=B, T=T, **options) -> GPT2:
@@ -88,11 +96,11 @@ def one_thread():
 # against autograd
 
 
-@precisions
+@pytest.mark.parametrize("precision, more", list(WAYS.values())[:3], ids=list(WAYS)[:3])
 @pytest.mark.parametrize("config", [SMALL, DEEP, SINGLE], ids=["L2", "L5", "L1"])
-def test_sixteen_gradients_and_the_loss_over_ten_updates(config, precision):
+def test_sixteen_gradients_and_the_loss_over_ten_updates(config, precision, more):
     """At each of ten weights on the way: error in norm to float64 at most twice that of eager torch at the same type."""
-    model, dtype = build(config, precision), DTYPE[precision]
+    model, dtype = build(config, precision, **more), DTYPE[precision]
     losses = []
     for step in range(10):
         inputs, targets = batch(step, config)
@@ -228,14 +236,14 @@ def test_four_micro_steps_are_one_large_batch(precision):
 # the same bits
 
 
-@precisions
+@ways
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("config", [SMALL, DEEP, SINGLE], ids=["L2", "L5", "L1"])
-def test_every_recompute_level_gives_the_same_bits(config, accumulation, precision):
+def test_every_recompute_level_gives_the_same_bits(config, accumulation, precision, more):
     """Losses, norms, all gradients after each of three steps, and weights and moments in the end."""
     runs = []
     for level in LEVELS:
-        model = build(config, precision, recompute=level)
+        model = build(config, precision, recompute=level, **more)
         torch.set_num_threads(2 if config is SMALL and accumulation == 3 else 1)
         steps = [train_step(model, step, accumulation) for step in range(3)]
         runs.append((steps, state(model)))
@@ -244,13 +252,13 @@ def test_every_recompute_level_gives_the_same_bits(config, accumulation, precisi
         assert other == runs[0]
 
 
-@precisions
+@ways
 @pytest.mark.parametrize("level", LEVELS)
-def test_sharing_bytes_changes_no_bit(level, precision):
+def test_sharing_bytes_changes_no_bit(level, precision, more):
     """A model of which every tensor has bytes of its own, each step starting from NaN everywhere, trains the same."""
     runs = []
     for own_bytes in (False, True):
-        plan = Plan(PlanOptions(DEEP, B, T, precision=precision, recompute=level, sample_length=9))
+        plan = Plan(PlanOptions(DEEP, B, T, precision=precision, recompute=level, sample_length=9, **more))
         if own_bytes:
             at = 0
             for name, t in plan.tensors.items():

@@ -4,7 +4,7 @@ Outputs start as NaN and accumulating ones from noise, so what is not written, o
 """
 
 from dataclasses import replace
-from math import inf, nan, sqrt
+from math import inf, nan, prod, sqrt
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +22,7 @@ from llmc.layers.fused_classifier import fused_classifier_inplace
 from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
 from llmc.layers.global_norm import global_norm
 from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
-from llmc.layers.matmul import matmul_backward, matmul_dinput, matmul_dweight, matmul_forward
+from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rounding import noise_2d, round_to_bf16
 from llmc.memory.arena import TORCH_DTYPE
@@ -537,45 +537,43 @@ def test_layernorm_of_a_constant_row_is_its_bias(dtype):
 
 
 MATMULS = [(1, 1, 1, 1), (3, 7, 11, 13), (1, 33, 768, 2304)]  # B, T, C, OC
+# elements to widen bf16 factors in, or none: one of each and their sum, pieces with remainders, and all of any matmul here
+dtypes_and_rooms = pytest.mark.parametrize(
+    "dtype, room", [(torch.float32, 0), *((torch.bfloat16, n) for n in (0, 3, 50, 1_000_000, 4_000_000))], ids=str
+)
 
 
-@dtypes
+def room_of(elements, shape):
+    """None for 0; and more where a large matmul of such small pieces would not end."""
+    return unwritten(max(elements, prod(shape) // 100)) if elements else None
+
+
+@dtypes_and_rooms
 @pytest.mark.parametrize("B, T, C, OC", MATMULS)
 @pytest.mark.parametrize("biased", [True, False])
-def test_matmul_forward(B, T, C, OC, dtype, biased):
+def test_matmul_forward(B, T, C, OC, dtype, room, biased):
     inp, weight = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2)
     bias = noise(OC, dtype=dtype, seed=3) if biased else None
     out = unwritten(B, T, OC, dtype=dtype)
-    matmul_forward(out, inp, weight, bias)
+    matmul_forward(out, inp, weight, bias, widened=room_of(room, (C, OC)))
     exact = F.linear(inp.double(), weight.double(), bias.double() if biased else None)
     assert_as_good_as_eager(out, F.linear(inp, weight, bias), exact)
 
 
-@dtypes
+@dtypes_and_rooms
 @pytest.mark.parametrize("B, T, C, OC", MATMULS)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_matmul_backward(B, T, C, OC, dtype, accumulate):
+def test_matmul_backward(B, T, C, OC, dtype, room, accumulate):
     """With accumulate False the NaNs in dweight must not be read."""
     inp, weight = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2)
     dout = noise(B, T, OC, dtype=dtype, seed=4)
     before = {"dweight": noise(OC, C, dtype=dtype, seed=5)} if accumulate else {}
     dinp = unwritten(B, T, C, dtype=dtype)
     dweight = before["dweight"].clone() if accumulate else unwritten(OC, C, dtype=dtype)
-    matmul_backward(dinp, dweight, dout, inp, weight, accumulate=accumulate)
+    widened = room_of(room, (C, OC))
+    matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=widened)
+    matmul_dinput(dinp, dout, weight, widened=widened)
     judge(["dinp", "dweight"], [dinp, dweight], F.linear, [inp, weight], dout, dtype, before)
-
-
-@dtypes
-@pytest.mark.parametrize("B, T, C, OC", MATMULS)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_matmul_backward_is_its_two_halves(B, T, C, OC, dtype, accumulate):
-    """The schedule takes fcproj's apart; not a bit may depend on that, nor on which comes first."""
-    inp, weight, dout = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2), noise(B, T, OC, dtype=dtype, seed=4)
-    whole, halves = ((unwritten(B, T, C, dtype=dtype), noise(OC, C, dtype=dtype, seed=5)) for _ in range(2))
-    matmul_backward(*whole, dout, inp, weight, accumulate=accumulate)
-    matmul_dinput(halves[0], dout, weight)
-    matmul_dweight(halves[1], dout, inp, accumulate=accumulate)
-    assert all(same_bits(a, b) for a, b in zip(whole, halves))
 
 
 @pytest.mark.parametrize("B, T, C, OC", MATMULS)
@@ -587,24 +585,27 @@ def test_fp32_weight_gradient_of_bf16_operands(B, T, C, OC, rows, accumulate):
     before = noise(OC, C, seed=5)
     dweight = before.clone() if accumulate else unwritten(OC, C)
     matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=unwritten(rows, OC + C))
+    in_pieces = before.clone() if accumulate else unwritten(OC, C)
+    matmul_dweight(in_pieces, dout, inp, accumulate=accumulate, widened=unwritten(OC + C - 1 if OC > 1 else 3))  # no whole row
     exact, eager = (dout.to(t).view(-1, OC).t() @ inp.to(t).view(-1, C) for t in (torch.float64, torch.float32))
     if accumulate:
         exact, eager = before.double() + exact, before + eager
-    assert_as_good_as_eager(
-        dweight, eager, exact, what="dweight", floor=1 + sqrt(B * T / min(rows, B * T))
-    )  # one sum onto another per piece
+    floor = 1 + sqrt(B * T / min(rows, B * T))  # one sum onto another per piece
+    assert_as_good_as_eager(dweight, eager, exact, what="dweight", floor=floor)
+    assert_as_good_as_eager(in_pieces, eager, exact, what="dweight", floor=1 + sqrt(B * T))
 
 
-@dtypes
+@dtypes_and_rooms
 @pytest.mark.parametrize("B, T, C, OC", MATMULS)
-def test_matmul_backward_may_write_the_gradient_over_its_input(B, T, C, OC, dtype):
+def test_the_gradient_may_be_written_over_the_input_that_the_weight_s_is_done_with(B, T, C, OC, dtype, room):
     """As the head does: lnf becomes its own gradient. Not a bit may differ from two buffers."""
     inp, weight, dout = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2), noise(B, T, OC, dtype=dtype, seed=4)
     for accumulate in (False, True):
         apart, together = (noise(OC, C, dtype=dtype, seed=5) for _ in range(2))
         dinp, both = unwritten(B, T, C, dtype=dtype), inp.clone()
-        matmul_backward(dinp, apart, dout, inp, weight, accumulate=accumulate)
-        matmul_backward(both, together, dout, both, weight, accumulate=accumulate)
+        for gradient, x, dx in ((apart, inp, dinp), (together, both, both)):
+            matmul_dweight(gradient, dout, x, accumulate=accumulate, widened=room_of(room, (C, OC)))
+            matmul_dinput(dx, dout, weight, widened=room_of(room, (C, OC)))
         assert same_bits(apart, together) and same_bits(dinp, both)
 
 

@@ -151,8 +151,9 @@ for rooms, names in (
 ):
     rooms["attention"] = {f"attention_{name}" for name in names.split()}
     rooms["attention_backward"] = rooms["attention"] | {"attention_sums"} | ({"attention_bias"} if rooms is NUMBA_ROOM else set())
-# the matmuls of either, where the gradients of bf16 weights are fp32
-MATMUL_ROOM = {stage: {"widened"} for stage in ("fcproj_dweight", "fc_backward", "attproj_backward", "qkv_backward")}
+# the matmuls of either: where the gradients of bf16 weights are fp32, and where all bf16 factors are widened
+DWEIGHT_ROOM = {stage: {"widened"} for stage in ("fcproj_dweight", "fc_backward", "attproj_backward", "qkv_backward")}
+MATMUL_ROOM = DWEIGHT_ROOM | {stage: {"widened"} for stage in ("qkv", "attproj", "fc", "fcproj", "head", "fcproj_dinput")}
 # what the stages outside the blocks touch in either form, as gpt2.py reads
 OUTSIDE = {
     "encoder": {"inputs", "targets", "encoded", "token_order", "token_groups", "token_seed"},  # targets and order are copied in with inputs
@@ -177,9 +178,10 @@ def timeline(plan):
     A moment is one launch: of a matmul or attention, or of a pass that does several stages at once.
     """
     room = ROOMS[plan.options.kernel_set]
+    matmul_room = MATMUL_ROOM if plan.options.widened_matmuls else DWEIGHT_ROOM
 
     def room_of(name):
-        return room.get(name, set()) | MATMUL_ROOM.get(name, set())
+        return room.get(name, set()) | matmul_room.get(name, set())
 
     def launch(*names, more=()):
         """Some stages in one pass, and names that it touches beside."""
@@ -262,6 +264,9 @@ def all_options(config, B, T):
                 yield options(config, B, T, precision=precision, master=master, **common)
         yield options(config, B, T, grad_dtype="fp32", head_chunk=2, optimizer_state="bf16", **common)
         yield options(config, B, T, offload_residual=True, head_chunk=1, precision="fp32", **common)
+        if device == "cpu":
+            for grad_dtype in ("bf16", "fp32"):
+                yield options(config, B, T, widened_matmuls=True, grad_dtype=grad_dtype, **common)
     for kernels in KERNELS:
         for attention in ("flash", "cudnn", "efficient"):
             yield options(config, B, T, recompute=5, device="cuda", kernels=kernels, attention=attention)
@@ -292,12 +297,12 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("triton", "token_order", "dresidual"), ("triton", "token_order", "token_groups"), ("triton", "update_layout", "grad_norm"),
     ("triton", "norm_partials", "losses"), ("triton", "update_parameter", "noise"), ("triton", "token_seed", "fch"),
     ("numba", "column_partials", "dfch"), ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
-    ("numba", "attention_bias", "dqkvr"),
+    ("numba", "attention_bias", "dqkvr"), ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):
     """It is worth something only if a plan that is wrong shows up in it."""
-    plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none"))
+    plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none", widened_matmuls="widened" in (a, b)))
     plan.tensors[a] = replace(plan.tensors[a], offset=plan.tensors[b].offset)
     assert tuple(sorted((a, b))) in list(overlapping(plan))
 

@@ -6,6 +6,7 @@ import pytest
 
 import torch
 
+import llmc.backend
 import llmc.kernels
 from llmc.config import config_from_descriptor
 from llmc.errors import NotEnoughMemory, UserError
@@ -23,6 +24,22 @@ def asked(text=""):
 
 def options(text="", precision="bf16", kind="cuda", config=D12):
     return plan_options(asked(text), config, precision, kind)
+
+
+@pytest.mark.parametrize("words, native, precision, widened", [
+    ("", False, "bf16", True), ("", True, "bf16", False), ("", False, "fp32", False),
+    ("--matmul widened", True, "bf16", True), ("--matmul native", False, "bf16", False), ("--matmul native", False, "fp32", False),
+])  # fmt: skip
+def test_a_cpu_widens_bf16_factors_where_it_has_no_arithmetic_for_them_or_is_told_to(monkeypatch, words, native, precision, widened):
+    monkeypatch.setattr(llmc.backend, "cpu_has_native_bf16", lambda: native)
+    assert options(words, precision, "cpu").widened_matmuls == widened
+    assert not options("", precision, "cuda").widened_matmuls
+
+
+@pytest.mark.parametrize("way", ["native", "widened"])
+def test_what_a_cpu_multiplies_is_nothing_that_a_gpu_can_be_asked_for(way):
+    with pytest.raises(UserError, match=f"^--matmul {way} is a CPU's, and this run is on a GPU; leave it out$"):
+        options(f"--matmul {way}")
 
 
 @pytest.fixture

@@ -2,7 +2,12 @@
 
 On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed where its rows are
 at hand anyway: see gelu, attention and layernorm.
+
+On a CPU bf16 factors may be widened: `widened`, fp32 scratch of any shape, takes pieces of them, and of sums that bf16 cannot hold. That
+is for fp32 gradients, which no CPU matmul makes from bf16 factors; and for all matmuls on processors that have no bf16 arithmetic.
 """
+
+from math import isqrt
 
 import torch
 
@@ -10,22 +15,27 @@ from llmc.backend import bf16_products
 from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
 
 
-def matmul_forward(out, inp, weight, bias=None):
+def matmul_forward(out, inp, weight, bias=None, widened=None):
     """out = inp @ weight.T + bias.
 
     out     (..., OC)  written     inp  (..., C)  read     all contiguous, one dtype
     weight  (OC, C)    read        bias (OC,)     read, or None
     Cost 2*rows*C*OC FLOP.
     """
-    if bias is None:
+    if widened is not None:
+        _matmul_widened(rows_of(out), rows_of(inp), weight.t(), widened, start=bias)
+    elif bias is None:
         torch.mm(rows_of(inp), weight.t(), out=rows_of(out))
     else:
         torch.addmm(bias, rows_of(inp), weight.t(), out=rows_of(out))
 
 
-def matmul_dinput(dinp, dout, weight):
+def matmul_dinput(dinp, dout, weight, widened=None):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C). Cost 2*rows*C*OC FLOP."""
-    torch.mm(rows_of(dout), weight, out=rows_of(dinp))
+    if widened is not None:
+        _matmul_widened(rows_of(dinp), rows_of(dout), weight, widened)
+    else:
+        torch.mm(rows_of(dout), weight, out=rows_of(dinp))
 
 
 def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
@@ -33,23 +43,15 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
 
     dweight  (OC, C)    accumulated, or written when accumulate is False (then what it held does not matter)
     dout     (..., OC), inp (..., C)  read
-    widened  fp32 scratch of any shape, where the weight gradients are fp32 and the rest is bf16, on a CPU; at least OC + C elements
     Cost 2*rows*C*OC FLOP.
     """
-    widens = dout.dtype != dweight.dtype and dout.device.type == "cpu"
-    with bf16_products(widens):
-        for dy, x in _operands(rows_of(dout), rows_of(inp), widens, widened):
-            if dy.dtype == dweight.dtype:
-                torch.addmm(dweight, dy.t(), x, beta=float(accumulate), out=dweight)
-            else:
-                torch.addmm(dweight, dy.t(), x, out_dtype=dweight.dtype, beta=float(accumulate), out=dweight)
-            accumulate = True
-
-
-def matmul_backward(dinp, dweight, dout, inp, weight, *, accumulate, widened=None):
-    """Both gradients of out = inp @ weight.T + bias. dinp may be inp: the weight's is done with it before it is written."""
-    matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=widened)
-    matmul_dinput(dinp, dout, weight)
+    dy, x = rows_of(dout).t(), rows_of(inp)
+    if widened is not None:
+        _matmul_widened(dweight, dy, x, widened, start=dweight if accumulate else None)
+    elif dout.dtype == dweight.dtype:
+        torch.addmm(dweight, dy, x, beta=float(accumulate), out=dweight)
+    else:
+        torch.addmm(dweight, dy, x, out_dtype=dweight.dtype, beta=float(accumulate), out=dweight)
 
 
 def matmul_dbias(dbias, dout, scratch, *, accumulate):
@@ -62,15 +64,43 @@ def matmul_dbias(dbias, dout, scratch, *, accumulate):
     finish_column_sums(dbias, total, accumulate)
 
 
-def _operands(dy, x, widens, widened):
-    """dy and x; or their rows piece by piece, widened, where a CPU has no matmul from bf16 to fp32."""
-    if not widens:
-        yield dy, x
-        return
-    OC, C = dy.shape[1], x.shape[1]
-    widened = widened.view(-1)
-    rows = len(widened) // (OC + C)
-    for at in range(0, len(dy), rows):
-        n = min(rows, len(dy) - at)
-        wide_dy, wide_x = widened[: n * OC].view(n, OC), widened[n * OC : n * (OC + C)].view(n, C)
-        yield wide_dy.copy_(dy[at : at + n]), wide_x.copy_(x[at : at + n])
+def _matmul_widened(out, a, b, room, start=None):
+    """out (M, N) = start + a (M, K) @ b (K, N) of bf16 factors. start is out, a row (N,), or None for zeros.
+
+    It is added up in fp32, in out itself where that is fp32 and the room takes whole rows of a and b, else piece by piece in the room.
+    """
+    room, (M, K), N = room.view(-1), a.shape, b.shape[1]
+    in_place = out.dtype == room.dtype and len(room) >= M + N
+    rows, columns, depth = (M, N, len(room) // (M + N)) if in_place else _piece_sizes(len(room), M, N, K)
+    with bf16_products(True):
+        for i in range(0, M, rows):
+            for j in range(0, N, columns):
+                piece = out[i : i + rows, j : j + columns]
+                sums = piece if in_place else room[: piece.numel()].view(piece.shape)
+                if start is not None and not in_place:
+                    sums.copy_(piece if start is out else start[j : j + columns])
+                at = 0 if in_place else piece.numel()
+                for k in range(0, K, depth):
+                    x, y = a[i : i + rows, k : k + depth], b[k : k + depth, j : j + columns]
+                    x, y = _widen(x, room[at:]), _widen(y, room[at + x.numel() :])
+                    torch.addmm(sums, x, y, beta=float(k > 0 or start is not None), out=sums)
+                if not in_place:
+                    piece.copy_(sums)
+
+
+def _piece_sizes(room, M, N, K):
+    """Rows, columns and depth of the pieces of a product: all about as large, and equal in size, so that most is done between widenings."""
+    side = isqrt(room // 3)
+    rows, columns = _even_part(M, side), _even_part(N, side)
+    return rows, columns, _even_part(K, (room - rows * columns) // (rows + columns))
+
+
+def _even_part(n, most):
+    return -(-n // -(-n // most))
+
+
+def _widen(factor, room):
+    """A bf16 matrix in fp32, in the order in which it lies in memory."""
+    if factor.stride(1) != 1:
+        return _widen(factor.t(), room).t()
+    return room[: factor.numel()].view(factor.shape).copy_(factor)

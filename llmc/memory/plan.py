@@ -42,7 +42,7 @@ class Tuning:
     classifier_elements: int  # fp32 working copy of a few logits rows
     row_elements: int  # fp32 working copies of a few rows, in layernorm and GELU
     update_elements: int  # elements of the arena the update handles at a time
-    widened_rows: int  # rows of bf16 operands that are widened for an fp32 gradient at a time; 0: the matmul itself can
+    widened_rows: int  # rows of bf16 factors that are widened for a matmul at a time; 0: the device never has to
     queries: int = 0  # of torch's attention on a CPU, at once
     score_elements: int = 0  # fp32 scores of these queries, of as many heads as that makes
     worker_bytes: int = 0  # room of all workers of numba's attention: a limit to how many threads work on long sequences
@@ -82,6 +82,7 @@ class PlanOptions:
     ranks: int = 1  # that train on data of their own
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
+    widened_matmuls: bool = False  # of bf16 factors, on a CPU that has no arithmetic for them
     step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps
     reduce_every_micro_step: bool = False  # of several, gradients are summed over ranks after each, as stages 2 and 3 must
     keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
@@ -376,8 +377,8 @@ def classifier_rows(options: PlanOptions) -> int:
 
 
 def widens(options: PlanOptions) -> bool:
-    """Whether bf16 operands are widened for a gradient in fp32, as the device's matmul has no such form."""
-    return options.gradients != options.precision and TUNING[options.device].widened_rows > 0
+    """Whether bf16 factors of weight gradients are widened: where those are fp32 the device's matmul may have no such form."""
+    return options.widened_matmuls or options.gradients != options.precision and TUNING[options.device].widened_rows > 0
 
 
 def update_room(options: PlanOptions) -> int:
@@ -492,7 +493,7 @@ def _head_rows(o: PlanOptions):
     if head_sums(o):
         yield "dwte_sum", "head", "w C", "fp32", head
         yield "dwte_group", "head", "w C", "bf16", head
-    if widens(o):
+    if o.gradients != o.precision and widens(o):
         yield (
             "head_widened",
             "head",
@@ -515,7 +516,7 @@ def _working_rows(o: PlanOptions):
     """Working room of the layers."""
     backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
     if widens(o):
-        yield "widened", "scratch", "Rw 5C", "fp32", backward
+        yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.widened_matmuls else backward
     if o.attention_kind == "cpu":
         stages = (s for s in _stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
         spans = [(s, s) for s in stages]
