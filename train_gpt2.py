@@ -149,7 +149,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
     measured = peak_tflops is None
     if measured:
-        rate_of = "fp32" if options.widened_matmuls else precision  # what they are multiplied in
+        rate_of = "fp32" if options.widened_matmuls else precision  # that they are multiplied in
         peak_tflops = measure_matmul_tflops(backend, rate_of)
     print_rows({
         "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
@@ -215,6 +215,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": plan.options.processors,
+            "--matmul": "widened" if plan.options.widened_matmuls else "native",
             "the model": fingerprint(run.source.file) if run.source.file else "random weights", train_flag: train_loader.summary(),
             "validation with -j": val_loader and val_loader.summary(), "steps to train": max_steps,
             "--hellaswag-data": eval_loader and f"{eval_loader.num_examples} examples",

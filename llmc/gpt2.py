@@ -568,7 +568,7 @@ class GPT2:
         for l, above, cache in zip(self.layers, [*self.layers[1:], self.final], a["kv_cache"]):
             self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
-            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)
+            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # of one row, in which every weight is read once: nothing to gain from widening
             attention_one_row(atty, qkvr, cache, position, self.NH, self.attention)
             matmul_forward(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
             self.parts.sum_row(ln)

@@ -370,7 +370,7 @@ def test_nothing_fits_is_exit_3_and_nothing_on_stdout():
 def test_auto_leaves_a_reserve_of_what_is_free_and_none_of_what_is_said(monkeypatch):
     """What the machine has free is shared with the process itself; a number on the command line is taken at its word."""
     needs = total(PlanOptions(D12, 4, 1024, recompute=0))
-    command = "--plan -e d12 -b 4 --precision bf16 --device cpu -r auto --json"
+    command = "--plan -e d12 -b 4 --precision bf16 --device cpu --matmul native -r auto --json"
     said = json.loads(ran(f"{command} --memory-budget {needs / 1024}KiB"))
     monkeypatch.setattr("llmc.request.available_host_bytes", lambda: needs)
     free = json.loads(ran(command))

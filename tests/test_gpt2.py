@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmc import gpt2
 from llmc.backend import resident_bytes
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
@@ -253,6 +254,28 @@ def test_every_recompute_level_gives_the_same_bits(config, accumulation, precisi
 
 
 @ways
+def test_matmuls_widen_their_factors_in_the_room_that_the_plan_has_for_them(precision, more, monkeypatch):
+    """All of a training step and of an evaluation, where the plan says so; those of a head's fp32 gradient in a room of their own."""
+    rooms = []
+    for name in ("matmul_forward", "matmul_dinput", "matmul_dweight"):
+
+        def called(*args, real=getattr(gpt2, name), name=name, widened=None, **kwargs):
+            rooms.append((name, widened))
+            return real(*args, widened=widened, **kwargs)
+
+        monkeypatch.setattr(gpt2, name, called)
+    model = build(SMALL, precision, recompute=6, **more)
+    train_step(model, 0)
+    model.validate(*batch(1))
+    widened, head = model.acts.get("widened"), model.acts.get("head_widened")
+    assert (widened is not None, head is not None) == (bool(more), "grad_dtype" in more)
+    dweights = 4 * SMALL.num_layers + 1
+    assert sum(name == "matmul_dweight" for name, _ in rooms) == dweights and len(rooms) > 4 * dweights
+    assert sum(room is head for _, room in rooms) == (1 if head is not None else len(rooms) if widened is None else 0)
+    assert all(room is widened or room is head for _, room in rooms)
+
+
+@ways
 @pytest.mark.parametrize("level", LEVELS)
 def test_sharing_bytes_changes_no_bit(level, precision, more):
     """A model of which every tensor has bytes of its own, each step starting from NaN everywhere, trains the same."""
@@ -300,13 +323,13 @@ def test_what_gradients_held_before_the_first_micro_step_does_not_matter(precisi
     assert results[0] == results[1]
 
 
-@precisions
+@pytest.mark.parametrize("precision, more", list(WAYS.values())[:3], ids=list(WAYS)[:3])
 @pytest.mark.parametrize("chunk", [1, 7, 10**9])
-def test_size_of_the_head_s_chunk_does_not_matter(chunk, precision):
+def test_size_of_the_head_s_chunk_does_not_matter(chunk, precision, more):
     """One row, odd and all rows: each as good as eager torch; the loss moves by fp32 roundings only in fp32, by logits' in bf16."""
     dtype = DTYPE[precision]
     inputs, targets = batch(0)
-    whole, model = build(SMALL, precision), build(SMALL, precision, head_chunk=chunk)
+    whole, model = build(SMALL, precision, **more), build(SMALL, precision, head_chunk=chunk, **more)
     for m in (whole, model):
         m.forward(inputs)
         m.backward(targets)

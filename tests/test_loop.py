@@ -23,6 +23,7 @@ from conftest import REPO
 
 import train_gpt2
 from llmc.backend import Backend
+from llmc.checkpoint.model_file import write_model
 from llmc.config import config_from_descriptor
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
@@ -215,11 +216,28 @@ def test_memory_json_holds_the_plan_the_flags_and_the_peak_of_each_phase(golden_
 # --plan, --help, nothing at all
 
 
+def test_a_cpu_without_bf16_widens_factors_says_so_and_measures_what_it_multiplies_in(case, tmp_path, monkeypatch):
+    """The losses are those of bf16 matmuls to bf16's precision, the peak that MFU is relative to is fp32's."""
+    weights = torch.randn(num_parameters(CONFIG), generator=torch.Generator().manual_seed(1)) * 0.02
+    write_model(tmp_path / "bf16.bin", CONFIG, "bf16", [weights.bfloat16().view(torch.uint8).numpy()])
+    peaks, runs = [], {}
+    for native in (True, False):
+        monkeypatch.setattr("llmc.backend.cpu_has_native_bf16", lambda: native)
+        measured = {"measure_matmul_tflops": lambda backend, precision: peaks.append(precision) or 1.0}
+        data = ["-i", case / "train_*.bin", "-j", case / "val.bin", "-e", tmp_path / "bf16.bin"]
+        runs[native] = ran(*data, "-b 2 -t 32 -x 3 -v 0 -s 0", faked=measured)
+    assert peaks == ["bf16", "fp32"]
+    assert ", matmul: in bf16\n" in runs[True] and "TFLOP/s in bf16\n" in runs[True]
+    assert ", matmul: widened to fp32\n" in runs[False] and "TFLOP/s in fp32\n" in runs[False]
+    native, widened = (np.array([float(loss) for loss in losses(out)]) for out in runs.values())
+    assert len(native) == 3 and abs(native - widened).max() <= 0.01 * native.max()
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plan_prints_a_row_per_level_that_adds_up(case, precision):
     """Each row is the plan's, its parts sum to the total to the byte, and more recompute never needs more. JSON has every digit."""
     model, config = (["-e", case / "model.bin"], CONFIG) if precision == "fp32" else (["-e d12"], config_from_descriptor("d12"))
-    argv = [*model, "-b 4 -t 32 -r 2 --plan --device cpu --kernels torch --memory-budget 24GiB --precision", precision]
+    argv = [*model, "-b 4 -t 32 -r 2 --plan --device cpu --kernels torch --matmul native --memory-budget 24GiB --precision", precision]
     out, levels = ran(*argv), json.loads(ran(*argv, "--json"))["levels"]
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d\*? ", line)]
     assert [row[0] for row in rows] == ["0", "1", "2*", "3", "4", "5", "6"]

@@ -3,8 +3,8 @@
 On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed where its rows are
 at hand anyway: see gelu, attention and layernorm.
 
-On a CPU bf16 factors may be widened: `widened`, fp32 scratch of any shape, takes pieces of them, and of sums that bf16 cannot hold. That
-is for fp32 gradients, which no CPU matmul makes from bf16 factors; and for all matmuls on processors that have no bf16 arithmetic.
+On a CPU bf16 factors may be widened: `widened`, fp32 scratch of three elements or more, takes pieces of them, and of sums that bf16 cannot
+hold. That is for fp32 gradients, which no CPU matmul makes from bf16 factors; and for all matmuls on processors without bf16 arithmetic.
 """
 
 from math import isqrt
@@ -67,10 +67,11 @@ def matmul_dbias(dbias, dout, scratch, *, accumulate):
 def _matmul_widened(out, a, b, room, start=None):
     """out (M, N) = start + a (M, K) @ b (K, N) of bf16 factors. start is out, a row (N,), or None for zeros.
 
-    It is added up in fp32, in out itself where that is fp32 and the room takes whole rows of a and b, else piece by piece in the room.
+    It is added up in fp32: in out itself where that is fp32 and the room takes a column of a beside a row of b, else piece by piece in
+    the room.
     """
     room, (M, K), N = room.view(-1), a.shape, b.shape[1]
-    in_place = out.dtype == room.dtype and len(room) >= M + N
+    in_place = out.dtype == room.dtype and len(room) >= M + N and (start is None or start is out)
     rows, columns, depth = (M, N, len(room) // (M + N)) if in_place else _piece_sizes(len(room), M, N, K)
     with bf16_products(True):
         for i in range(0, M, rows):
@@ -89,7 +90,7 @@ def _matmul_widened(out, a, b, room, start=None):
 
 
 def _piece_sizes(room, M, N, K):
-    """Rows, columns and depth of the pieces of a product: all about as large, and equal in size, so that most is done between widenings."""
+    """Rows, columns and depth of equal pieces of a product, all three about as large: then most is done between widenings."""
     side = isqrt(room // 3)
     rows, columns = _even_part(M, side), _even_part(N, side)
     return rows, columns, _even_part(K, (room - rows * columns) // (rows + columns))

@@ -42,7 +42,7 @@ class Tuning:
     classifier_elements: int  # fp32 working copy of a few logits rows
     row_elements: int  # fp32 working copies of a few rows, in layernorm and GELU
     update_elements: int  # elements of the arena the update handles at a time
-    widened_rows: int  # rows of bf16 factors that are widened for a matmul at a time; 0: the device never has to
+    widened_rows: int  # of bf16 factors, that fit the room to widen them for a matmul; 0: the device never has to
     queries: int = 0  # of torch's attention on a CPU, at once
     score_elements: int = 0  # fp32 scores of these queries, of as many heads as that makes
     worker_bytes: int = 0  # room of all workers of numba's attention: a limit to how many threads work on long sequences
@@ -377,7 +377,7 @@ def classifier_rows(options: PlanOptions) -> int:
 
 
 def widens(options: PlanOptions) -> bool:
-    """Whether bf16 factors of weight gradients are widened: where those are fp32 the device's matmul may have no such form."""
+    """Whether bf16 factors of weight gradients are widened: all matmuls' are, or the device has none for gradients in fp32."""
     return options.widened_matmuls or options.gradients != options.precision and TUNING[options.device].widened_rows > 0
 
 
@@ -392,8 +392,8 @@ def update_room(options: PlanOptions) -> int:
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
-    quarter of them of GELU), Rw widened, U elements of the update, G positions of a sample; of attention on a CPU Q queries and Ha heads
-    at once, of HS channels, or numba's Wa workers, and what _attention_sizes adds."""
+    quarter of them of GELU), Rw that fit the room of widened factors, U elements of the update, G positions of a sample; of attention on a
+    CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers, and what _attention_sizes adds."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
