@@ -30,6 +30,21 @@ class Done:
         pass
 
 
+class Running:
+    """The handle of a collective that runs beside what follows, and keeps its tensors for so long.
+
+    Gloo's threads work on views that nobody else holds, and Python giving one of them up meanwhile is a race within torch
+    (https://github.com/pytorch/pytorch/issues/75529), which can take the process down.
+    """
+
+    def __init__(self, work, tensors):
+        self._work, self._tensors = work, tensors
+
+    def wait(self):
+        self._work.wait()
+        self._tensors = None
+
+
 class Group:
     """Some ranks, this one among them.
 
@@ -80,8 +95,8 @@ class Group:
             return Done()
         self.sent[kind] += passes * sum(t.nbytes // self.size * (self.size - 1) for t in tensors)
         if len(calls) == 1:
-            return collective(*calls[0], group=self._group, async_op=True)
+            return Running(collective(*calls[0], group=self._group, async_op=True), calls)
         with dist._coalescing_manager(self._group, async_ops=True) as handle:
             for call in calls:
                 collective(*call, group=self._group)
-        return handle
+        return Running(handle, calls)
