@@ -149,8 +149,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
     measured = peak_tflops is None
     if measured:
-        rate_of = "fp32" if options.widened_matmuls else precision  # that they are multiplied in
-        peak_tflops = measure_matmul_tflops(backend, rate_of)
+        peak_tflops = measure_matmul_tflops(backend, options.multiplied_in)
     print_rows({
         "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
         "precision": "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper(),
@@ -164,7 +163,8 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     notes = [*reasons, *chosen]
     if measured:
         notes.append(
-            f"no published peak for {backend.name}: MFU is relative to a matmul measured now, {peak_tflops:.3f} TFLOP/s in {rate_of}"
+            f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
+            f"{peak_tflops:.3f} TFLOP/s in {options.multiplied_in}"
         )
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     plan = Plan(replace(options, rank=world.rank))

@@ -258,9 +258,10 @@ def plan_options(
         raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
     if s.attention != "auto" and kind != "cuda":
         raise UserError(f"--attention {s.attention} is a GPU's, and this run is on a CPU, which has one of its own; leave it out")
-    if s.matmul in CPU_MATMULS if kind == "cuda" else s.matmul in ("cublas", "cublaslt"):
-        whose, here = ("a CPU's", "on a GPU") if kind == "cuda" else ("a GPU's", "on a CPU")
-        raise UserError(f"--matmul {s.matmul} is {whose}, and this run is {here}; leave it out")
+    if s.matmul in CPU_MATMULS and kind == "cuda":
+        raise UserError(f"--matmul {s.matmul} is a CPU's, and this run is on a GPU; leave it out")
+    if s.matmul not in ("auto", *CPU_MATMULS) and kind != "cuda":
+        raise UserError(f"--matmul {s.matmul} is a GPU's, and this run is on a CPU; leave it out")
     if s.matmul == "widened" and precision == "fp32":
         raise UserError("--matmul widened is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     check_parts(s, config)

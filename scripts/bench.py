@@ -120,9 +120,9 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
         "pytorch": (PyTorchTrainer(config, precision, backend.device), on_device),
     }
     times, peak = {name: [] for name in sides}, 0.0
-    rate_of = "fp32" if sides["ours"][0].model.plan.options.widened_matmuls else precision  # of what there is, the best
+    multiplied_in = sides["ours"][0].model.plan.options.multiplied_in
     for round_ in range(args.steps + warmup):
-        peak = max(peak, measure_matmul_tflops(backend, rate_of, seconds=0.1))
+        peak = max(peak, measure_matmul_tflops(backend, multiplied_in, seconds=0.1))
         for name, (trainer, batch) in sides.items():
             backend.synchronize()
             start = time.perf_counter()

@@ -38,7 +38,13 @@ WAYS = {
     "widened": ("bf16", WIDENED),
     "widened-fp32": ("bf16", WIDENED | {"grad_dtype": "fp32"}),
 }
-ways = pytest.mark.parametrize("precision, more", WAYS.values(), ids=WAYS)
+
+
+def in_ways(*names):
+    return pytest.mark.parametrize("precision, more", [WAYS[name] for name in names], ids=names)
+
+
+ways, ways_of_one_type = in_ways(*WAYS), in_ways("fp32", "bf16", "widened")
 
 
 def build(config, precision="fp32", B=B, T=T, **options) -> GPT2:
@@ -97,7 +103,7 @@ def one_thread():
 # against autograd
 
 
-@pytest.mark.parametrize("precision, more", list(WAYS.values())[:3], ids=list(WAYS)[:3])
+@ways_of_one_type
 @pytest.mark.parametrize("config", [SMALL, DEEP, SINGLE], ids=["L2", "L5", "L1"])
 def test_sixteen_gradients_and_the_loss_over_ten_updates(config, precision, more):
     """At each of ten weights on the way: error in norm to float64 at most twice that of eager torch at the same type."""
@@ -323,7 +329,7 @@ def test_what_gradients_held_before_the_first_micro_step_does_not_matter(precisi
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("precision, more", list(WAYS.values())[:3], ids=list(WAYS)[:3])
+@ways_of_one_type
 @pytest.mark.parametrize("chunk", [1, 7, 10**9])
 def test_size_of_the_head_s_chunk_does_not_matter(chunk, precision, more):
     """One row, odd and all rows: each as good as eager torch; the loss moves by fp32 roundings only in fp32, by logits' in bf16."""

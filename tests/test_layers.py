@@ -586,7 +586,7 @@ def test_fp32_weight_gradient_of_bf16_operands(B, T, C, OC, rows, accumulate):
     dweight = before.clone() if accumulate else unwritten(OC, C)
     matmul_dweight(dweight, dout, inp, accumulate=accumulate, widened=unwritten(rows, OC + C))
     in_pieces = before.clone() if accumulate else unwritten(OC, C)
-    matmul_dweight(in_pieces, dout, inp, accumulate=accumulate, widened=unwritten(OC + C - 1 if OC > 1 else 3))  # no whole row
+    matmul_dweight(in_pieces, dout, inp, accumulate=accumulate, widened=unwritten(max(3, OC + C - 1)))  # no whole row, of the larger ones
     exact, eager = (dout.to(t).view(-1, OC).t() @ inp.to(t).view(-1, C) for t in (torch.float64, torch.float32))
     if accumulate:
         exact, eager = before.double() + exact, before + eager

@@ -71,22 +71,27 @@ def _matmul_widened(out, a, b, room, start=None):
     the room.
     """
     room, (M, K), N = room.view(-1), a.shape, b.shape[1]
-    in_place = out.dtype == room.dtype and len(room) >= M + N and (start is None or start is out)
-    rows, columns, depth = (M, N, len(room) // (M + N)) if in_place else _piece_sizes(len(room), M, N, K)
+    if out.dtype == room.dtype and len(room) >= M + N and (start is None or start is out):
+        _add_widened(out, a, b, room, len(room) // (M + N), start is out)
+        return
+    rows, columns, depth = _piece_sizes(len(room), M, N, K)
+    for i in range(0, M, rows):
+        for j in range(0, N, columns):
+            piece = out[i : i + rows, j : j + columns]
+            sums = room[: piece.numel()].view(piece.shape)
+            if start is not None:
+                sums.copy_(piece if start is out else start[j : j + columns])
+            _add_widened(sums, a[i : i + rows], b[:, j : j + columns], room[piece.numel() :], depth, start is not None)
+            piece.copy_(sums)
+
+
+def _add_widened(sums, a, b, room, depth, accumulate):
+    """sums, fp32, = (sums +) a @ b, of so many columns of a and rows of b at a time."""
     with bf16_products(True):
-        for i in range(0, M, rows):
-            for j in range(0, N, columns):
-                piece = out[i : i + rows, j : j + columns]
-                sums = piece if in_place else room[: piece.numel()].view(piece.shape)
-                if start is not None and not in_place:
-                    sums.copy_(piece if start is out else start[j : j + columns])
-                at = 0 if in_place else piece.numel()
-                for k in range(0, K, depth):
-                    x, y = a[i : i + rows, k : k + depth], b[k : k + depth, j : j + columns]
-                    x, y = _widen(x, room[at:]), _widen(y, room[at + x.numel() :])
-                    torch.addmm(sums, x, y, beta=float(k > 0 or start is not None), out=sums)
-                if not in_place:
-                    piece.copy_(sums)
+        for k in range(0, a.shape[1], depth):
+            x, y = a[:, k : k + depth], b[k : k + depth]
+            x, y = _widen(x, room), _widen(y, room[x.numel() :])
+            torch.addmm(sums, x, y, beta=float(k > 0 or accumulate), out=sums)
 
 
 def _piece_sizes(room, M, N, K):

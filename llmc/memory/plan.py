@@ -106,6 +106,11 @@ class PlanOptions:
         return self.attention or ("cpu" if self.device == "cpu" else "efficient" if self.precision == "fp32" else "flash")
 
     @property
+    def multiplied_in(self) -> str:
+        """Type of the factors of matmuls."""
+        return "fp32" if self.widened_matmuls else self.precision
+
+    @property
     def gradients(self) -> str:
         """Type of the gradients."""
         return self.grad_dtype or self.precision

@@ -188,9 +188,8 @@ def options_json(o: PlanOptions) -> dict:
     return {
         "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device, "recompute": o.recompute,
         "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state, "grad_dtype": o.gradients,
-        "widened_matmuls": o.widened_matmuls,
-        "offload_residual": o.offload_residual, "head_chunk": o.head_chunk, "async_checkpoint": o.async_checkpoint,
-        "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
+        "widened_matmuls": o.widened_matmuls, "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
+        "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
         "tp_recompute_allgather": int(not o.keep_gathered), "reduce_every_micro_step": int(o.reduce_every_micro_step),
     }  # fmt: skip
 
