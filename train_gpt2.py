@@ -39,6 +39,7 @@ from llmc.errors import NotEnoughMemory, RankLost, UserError, is_out_of_memory
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.interrupt import StopRequest
+from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import compile_kernels
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
 from llmc.memory.choose import in_mib
@@ -149,7 +150,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
     measured = peak_tflops is None
     if measured:
-        peak_tflops = measure_matmul_tflops(backend, options.multiplied_in)
+        peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_rows({
         "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
         "precision": "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper(),
@@ -179,8 +180,8 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
 def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     """What was chosen among several ways to compute the same."""
     ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
-    if o.device == "cpu" and o.precision == "bf16":
-        ways["matmul"] = "widened to fp32" if o.widened_matmuls else "in bf16"
+    if o.device == "cpu":
+        ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "widened to fp32"}[o.matmul]
     if o.device == "cuda":
         ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
@@ -215,7 +216,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": plan.options.processors,
-            "--matmul": "widened" if plan.options.widened_matmuls else "native",
+            "--matmul": plan.options.matmul,
             "the model": fingerprint(run.source.file) if run.source.file else "random weights", train_flag: train_loader.summary(),
             "validation with -j": val_loader and val_loader.summary(), "steps to train": max_steps,
             "--hellaswag-data": eval_loader and f"{eval_loader.num_examples} examples",

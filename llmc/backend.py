@@ -12,7 +12,8 @@ from llmc.errors import UserError
 CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt"}
-CPU_MATMULS = ("native", "widened")  # --matmul on a CPU
+CPU_INFO = "/proc/cpuinfo"
+CPU_MATMULS = ("native", "numba", "widened")  # --matmul on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +128,24 @@ class Backend:
         return peak_resident_bytes()
 
 
-def cpu_has_native_bf16() -> bool:
-    """Whether the processor multiplies bf16 itself; from /proc/cpuinfo, so that --plan need not import torch."""
+def _cpu_line(*names) -> list[str]:
+    """The words of the first line of that name about the processor, which --plan knows without importing torch."""
     try:
-        with open("/proc/cpuinfo") as f:
-            line = next((line for line in f if line.lower().startswith(("flags", "features"))), "")
+        with open(CPU_INFO) as f:
+            return next((line for line in f if line.lower().startswith(names)), "").split()
     except OSError:
-        return False
-    return not CPU_BF16_FLAGS.isdisjoint(line.split())
+        return []
+
+
+def cpu_has_native_bf16() -> bool:
+    """Whether the processor multiplies bf16 itself."""
+    return not CPU_BF16_FLAGS.isdisjoint(_cpu_line("flags", "features"))
+
+
+def cpu_favours_numba() -> bool:
+    """Whether numba's matmuls were measured to be faster than torch's: on AMD with AVX-512 and bf16, those of a d12 step by a fifth in
+    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. Slower on AMD with AVX2, and on Intel."""
+    return "AuthenticAMD" in _cpu_line("vendor_id") and "avx512_bf16" in _cpu_line("flags")
 
 
 def likely_device_kind(device: str) -> str:
@@ -151,9 +162,15 @@ def likely_precision(precision: str, kind: str) -> str:
     return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
 
 
-def widens_matmuls(matmul: str, kind: str, precision: str) -> bool:
-    """Whether bf16 factors are widened to fp32 for every matmul: on a CPU, if --matmul says so or there is no arithmetic for them."""
-    return kind == "cpu" and precision == "bf16" and (matmul == "widened" or matmul == "auto" and not cpu_has_native_bf16())
+def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
+    """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. native too on a GPU."""
+    if kind != "cpu":
+        return "native"
+    if matmul != "auto":
+        return matmul
+    if kernels == "numba" and cpu_favours_numba():
+        return "numba"
+    return "native" if precision == "fp32" or cpu_has_native_bf16() else "widened"
 
 
 def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
@@ -261,21 +278,27 @@ def choose_precision(precision: str, backend: Backend) -> str:
     return precision if precision != "auto" else ("bf16" if native else "fp32")
 
 
-def measure_matmul_tflops(backend: Backend, precision: str, seconds: float = 0.5) -> float:
-    """TFLOP/s of a large square matmul here and now: the best of several tries within about `seconds`."""
+def measure_matmul_tflops(backend: Backend, precision: str, others=(), seconds: float = 0.5) -> float:
+    """TFLOP/s of a large square matmul here and now: the best of several tries within about `seconds`.
+
+    others  functions of (out, a, b) that are tried beside torch's
+    """
     import torch
 
     n = 8192 if backend.kind == "cuda" else 1024
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     a, b, out = (torch.ones(n, n, dtype=dtype, device=backend.device) for _ in range(3))
+    ways = (lambda out, a, b: torch.mm(a, b, out=out), *others)
+    for multiply in ways:
+        multiply(out, a, b)  # the first call sets a library up
     best, deadline = float("inf"), time.perf_counter() + seconds
-    torch.mm(a, b, out=out)  # the first call sets the library up
     while time.perf_counter() < deadline:
-        backend.synchronize()
-        start = time.perf_counter()
-        torch.mm(a, b, out=out)
-        backend.synchronize()
-        best = min(best, time.perf_counter() - start)
+        for multiply in ways:
+            backend.synchronize()
+            start = time.perf_counter()
+            multiply(out, a, b)
+            backend.synchronize()
+            best = min(best, time.perf_counter() - start)
     if backend.kind == "cuda":
         del a, b, out
         torch.cuda.empty_cache()  # or what is free would be counted without them
@@ -285,7 +308,7 @@ def measure_matmul_tflops(backend: Backend, precision: str, seconds: float = 0.5
 def cpu_name() -> str:
     """The processor's name and the number of cores in use."""
     try:
-        with open("/proc/cpuinfo") as f:
+        with open(CPU_INFO) as f:
             names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
     except OSError:
         names = []

@@ -136,10 +136,11 @@ GROUPS = {
         Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient",
              "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. cudnn does not repeat its bits",
              choices=("auto", "flash", "cudnn", "efficient")),
-        Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|widened",
-             "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. A CPU's take bf16 as it is, native, or "
-             "widened to fp32 piece by piece, which is auto where the processor has no bf16. The bits may differ",
-             choices=("auto", "cublas", "cublaslt", "native", "widened")),
+        Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|numba|widened",
+             "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. On a CPU all are torch's, native, or numba's, "
+             "which is auto on AMD with AVX-512 and bf16, or torch's in fp32 of widened pieces of bf16, which is auto where the processor "
+             "has no bf16. The bits may differ",
+             choices=("auto", "cublas", "cublaslt", "native", "numba", "widened")),
     ),
     "memory": (
         Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",

@@ -16,7 +16,7 @@ from llmc.data.order import token_order
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
-from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
+from llmc.layers.matmul import matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.distributed.sharing import Alone
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
@@ -53,7 +53,7 @@ class GPT2:
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, sizes_of(o.config, parts=o.tensor_parallel)["h"], o.config.channels
         self.tuning, self.attention = TUNING[o.device], o.attention_kind
-        self.ops = operations(o.kernel_set)
+        self.ops = operations(o.kernel_set, o.matmul)
         self.run = graphs.run if graphs else run_at_once
         self.rng = XorShift(ROUNDING_STATE)  # seeds every stochastic rounding, on all ranks alike: they must agree on the weights
         self.rng_state_last_update = self.rng.state
@@ -61,9 +61,9 @@ class GPT2:
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
-        # where bf16 factors are widened: for all matmuls, and for weight gradients
-        self.matmul_room = self.acts["widened"] if o.widened_matmuls else None
-        self.dweight_room = self.acts.get("widened")
+        # where matmuls pack their factors, or widen bf16 ones: all of them, and weight gradients
+        self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened")}[o.matmul]
+        self.dweight_room = self.acts.get("widened", self.matmul_room)
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients")
         self.sharing = sharing or Alone()
@@ -224,7 +224,7 @@ class GPT2:
         return l.all_rows[name]
 
     def _matmul(self, out, inp, weight, bias=None):
-        matmul_forward(out, inp, weight, bias, widened=self.matmul_room)
+        self.ops.matmul_forward(out, inp, weight, bias, room=self.matmul_room)
 
     def _summed_matmul(self, out, inp, weight, bias):
         """out (B, s, C) = inp @ weight.T + bias, of which each part has some columns of inp and of the weight."""
@@ -390,7 +390,7 @@ class GPT2:
             for i, part in enumerate(group):
                 logits, lnf = self._classify(part, dloss)
                 accumulate, room = i > 0 or self.accumulate and not in_groups, a.get("head_widened", self.matmul_room)
-                matmul_dweight(group_sum, logits, lnf, accumulate=accumulate, widened=room)
+                self.ops.matmul_dweight(group_sum, logits, lnf, accumulate=accumulate, room=room)
                 self._matmul_dinput(lnf, logits, self.params["wte"])
                 self.parts.sum_head_rows(a["lnf"], part)
             if in_groups and g == 0:
@@ -409,10 +409,10 @@ class GPT2:
         return self.B * self.T * grad_accum_steps * self.sharing.size
 
     def _matmul_dweight(self, dweight, dout, inp):
-        matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, widened=self.dweight_room)
+        self.ops.matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, room=self.dweight_room)
 
     def _matmul_dinput(self, dinp, dout, weight):
-        matmul_dinput(dinp, dout, weight, widened=self.matmul_room)
+        self.ops.matmul_dinput(dinp, dout, weight, room=self.matmul_room)
 
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
         """Of a matmul whose results are summed: dout and dinp are of all rows."""
@@ -568,7 +568,7 @@ class GPT2:
         for l, above, cache in zip(self.layers, [*self.layers[1:], self.final], a["kv_cache"]):
             self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
-            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # of one row, in which every weight is read once: nothing to gain from widening
+            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # of one row, in which every weight is read once: torch's
             attention_one_row(atty, qkvr, cache, position, self.NH, self.attention)
             matmul_forward(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
             self.parts.sum_row(ln)

@@ -10,7 +10,7 @@ from glob import glob
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_precision, widens_matmuls
+from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_matmul, likely_precision
 from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path
@@ -164,6 +164,8 @@ def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list
         why_not = f"they are for a {there}, and this run is on a {here}"
     if s.kernels not in ("auto", "torch") and why_not:
         raise UserError(f"--kernels {s.kernels}: {why_not}; leave it out")
+    if s.matmul == own == "numba" and s.kernels == "auto" and why_not:
+        raise UserError(f"--matmul numba: {why_not}; leave it out")
     if s.kernels != "auto":
         return s, []
     if why_not:
@@ -264,6 +266,8 @@ def plan_options(
         raise UserError(f"--matmul {s.matmul} is a GPU's, and this run is on a CPU; leave it out")
     if s.matmul == "widened" and precision == "fp32":
         raise UserError("--matmul widened is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
+    if s.matmul == "numba" and s.kernels != "numba":
+        raise UserError(f"--matmul numba goes with --kernels numba, and this run has --kernels {s.kernels}; leave one of them out")
     check_parts(s, config)
     ranks, parts = data_ranks(s, world), s.tensor_parallel
     if s.zero_stage > 0 and not divides(config, ranks, parts):
@@ -283,7 +287,8 @@ def plan_options(
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
-        step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks), widened_matmuls=widens_matmuls(s.matmul, kind, precision),
+        step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
+        matmul=likely_matmul(s.matmul, kind, precision, s.kernels),
     )  # fmt: skip
 
 

@@ -23,15 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from llmc.backend import measure_matmul_tflops, open_backend, widens_matmuls
+from llmc.backend import measure_matmul_tflops, open_backend
 from llmc.config import config_from_descriptor
+from llmc.errors import run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs
+from llmc.kernels import other_matmuls
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan, PlanOptions
-from llmc.request import check_graphs, settle_kernels_of
+from llmc.memory.plan import MIB, Plan
+from llmc.request import check_graphs, plan_options, settle_kernels_of
 from scripts.bench_pytorch import PyTorchTrainer
 
 
@@ -52,11 +54,12 @@ def main():
     parser.add_argument("--steps", type=int, default=11, help="timed steps of each [11]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
+    parser.add_argument("--matmul", default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead of time")
     parser.add_argument("--sweep", action="store_true", help="all sizes instead of -e, -b and -t, three steps of each")
     parser.add_argument("--only", choices=("ours", "pytorch"), help="run three steps of one side and print its peak memory")
     args = parser.parse_args()
-    backend = open_backend(args.device, 0, True)
+    backend = open_backend(args.device, 0, True, args.matmul)
     precisions = ("fp32", "bf16") if args.precision == "both" else (args.precision,)
     if args.sweep:
         sweep(args, backend, precisions)
@@ -77,11 +80,9 @@ class OurTrainer:
     """One training step of ours, bf16 with fp32 master weights, as train_gpt2.py runs it."""
 
     def __init__(self, args, config, precision, backend):
-        s, _ = settle_kernels_of(parse(["--kernels", args.kernels]), backend)
-        options = PlanOptions(
-            config, args.batch_size, args.sequence_length, precision, args.recompute, device=backend.kind, kernels=s.kernels,
-            widened_matmuls=widens_matmuls("auto", backend.kind, precision),
-        )  # fmt: skip
+        words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
+        s, _ = settle_kernels_of(parse(words.split()), backend)
+        options = plan_options(s, config, precision, backend.kind)
         graphs = Graphs() if check_graphs(s, options) else None
         self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
         self.model.init_random()
@@ -120,9 +121,9 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
         "pytorch": (PyTorchTrainer(config, precision, backend.device), on_device),
     }
     times, peak = {name: [] for name in sides}, 0.0
-    multiplied_in = sides["ours"][0].model.plan.options.multiplied_in
+    ours = sides["ours"][0].model.plan.options
     for round_ in range(args.steps + warmup):
-        peak = max(peak, measure_matmul_tflops(backend, multiplied_in, seconds=0.1))
+        peak = max(peak, measure_matmul_tflops(backend, ours.multiplied_in, other_matmuls(ours.matmul), seconds=0.1))
         for name, (trainer, batch) in sides.items():
             backend.synchronize()
             start = time.perf_counter()
@@ -208,4 +209,4 @@ def compare_memory(precision):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -218,7 +218,7 @@ def matmuls(run, record):
             w32 = torch.empty(outer, inner, device=w.device)
             return {"forward": partial(matmul_forward, y, x, w, None if name == "head" else b), "dinput": partial(matmul_dinput, x, y, w),
                     "dweight, bf16": partial(matmul_dweight, w, y, x, accumulate=False),
-                    "dweight, fp32": partial(matmul_dweight, w32, y, x, accumulate=False, widened=room)}[kind]  # fmt: skip
+                    "dweight, fp32": partial(matmul_dweight, w32, y, x, accumulate=False, room=room)}[kind]  # fmt: skip
 
         for kind in ("forward", "dinput", "dweight, bf16", "dweight, fp32"):
             with attempt(record, f"{name} {kind}"):

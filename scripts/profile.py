@@ -63,7 +63,7 @@ DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
 # matmul -> places of an argument with a row for every token, and of the weight or its gradient
 MATMULS = {"matmul_forward": (0, 2), "matmul_dinput": (0, 2), "matmul_dweight": (1, 0),
            "matmul_gelu_forward": (0, 3), "matmul_gelu_backward": (0, 2)}  # fmt: skip
-CALLED_BY_NAME = ("matmul_", "attention_", "residual_")  # functions that are not among model.ops
+CALLED_BY_NAME = ("attention_", "residual_")  # functions that are not among model.ops
 # of how many of its first tensors an operation reads what it overwrites
 IN_PLACE = {"residual_layernorm_forward": 1, "residual_add_inplace": 1, "gelu_backward_inplace": 1, "layernorm_backward": 1,
             "fused_classifier_inplace": 2, "encoder_backward": 1}  # fmt: skip
@@ -238,7 +238,7 @@ def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
     """What one call must read and write, as the top of this file says; embedding_rows are those that a batch uses of wte and of wpe."""
     if name == "adamw_update":
         return count_update_bytes(args[0])
-    tensors = list(tensors_in([*args, *(value for key, value in kwargs.items() if key != "widened"), result]))
+    tensors = list(tensors_in([*args, *(value for key, value in kwargs.items() if key != "room"), result]))
     sizes = [t.nbytes for t in tensors]
     for place, rows in zip(EMBEDDINGS.get(name, ()), embedding_rows):
         sizes[place] = sizes[place] // len(tensors[place]) * rows

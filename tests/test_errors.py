@@ -275,6 +275,10 @@ FLAGS = {
     "GELU fusion against a level": ("-ge 2 -r 4", "-ge 2 -r 4: GELU's gradient joins a matmul that runs before this level has its input"),
     "a GPU's attention": ("--attention flash", "--attention flash is a GPU's, and this run is on a CPU"),
     "a GPU's matmuls": ("--matmul cublaslt", "--matmul cublaslt is a GPU's, and this run is on a CPU; leave it out"),
+    "matmuls without their kernels": (
+        "--matmul numba --kernels torch",
+        "--matmul numba goes with --kernels numba, and this run has --kernels torch; leave one of them out",
+    ),
     "nothing to widen": ("--matmul widened", "--matmul widened is for a bf16 model, and this one is fp32; leave it out"),
     "a GPU's kernels": ("--kernels triton", "--kernels triton: they are for a GPU, and this run is on a CPU; leave it out"),
     "no such level": ("-r 9", "-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto"),

@@ -36,7 +36,7 @@ READ = {
     "-b": {"auto": "auto", "1": 1}, "-r": {"auto": "auto", "0": 0, "6": 6},
     "--master": {"auto": "auto", "fp32": "fp32", "bits16": "bits16", "none": "none"}, "--optimizer-state": {"bf16": "bf16"},
     "--kernels": {"auto": "auto", "torch": "torch", "triton": "triton"}, "--attention": {"cudnn": "cudnn", "flash": "flash"},
-    "--matmul": {"auto": "auto", "cublaslt": "cublaslt", "widened": "widened"},
+    "--matmul": {"auto": "auto", "cublaslt": "cublaslt", "numba": "numba", "widened": "widened"},
     "--grad-dtype": {"auto": "auto", "fp32": "fp32", "bf16": "bf16"}, "--memory-budget": {"h100-80": "h100-80", "500 MiB": "500 MiB"},
 }  # fmt: skip
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmc import gpt2
 from llmc.backend import resident_bytes
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
+from llmc.kernels_cpu import not_installed
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan, PlanOptions
 from llmc.memory.tables import PARAMETERS
@@ -31,20 +31,22 @@ SINGLE = replace(SMALL, num_layers=1, num_heads=1, channels=24)
 B, T = 2, 17
 
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
-WIDENED = {"widened_matmuls": True}  # as on processors without bf16
+WIDENED = {"matmul": "widened"}  # as on processors without bf16
+NUMBA = {"kernels": "numba", "matmul": "numba"}
 WAYS = {
     "fp32": ("fp32", {}),
     "bf16": ("bf16", {}),
     "widened": ("bf16", WIDENED),
     "widened-fp32": ("bf16", WIDENED | {"grad_dtype": "fp32"}),
-}
+} | ({"numba-fp32": ("fp32", NUMBA), "numba-bf16": ("bf16", NUMBA)} if not not_installed() else {})
 
 
 def in_ways(*names):
     return pytest.mark.parametrize("precision, more", [WAYS[name] for name in names], ids=names)
 
 
-ways, ways_of_one_type = in_ways(*WAYS), in_ways("fp32", "bf16", "widened")
+ways = in_ways(*WAYS)
+ways_of_one_type = in_ways(*(name for name in WAYS if name != "widened-fp32"))
 
 
 def build(config, precision="fp32", B=B, T=T, **options) -> GPT2:
@@ -116,8 +118,8 @@ def test_sixteen_gradients_and_the_loss_over_ten_updates(config, precision, more
         inputs, targets = torch.from_numpy(inputs), torch.from_numpy(targets)
         exact_loss, exact = loss_and_gradients(weights, inputs, targets, config, torch.float64)
         eager_loss, eager = loss_and_gradients(weights, inputs, targets, config, dtype)
-        # an fp32 model's gradients are divided by the clipped norm in place: undo it, one rounding more
-        clip = max(1.0, norm) if precision == "fp32" else 1.0
+        # torch's operations divide an fp32 model's gradients by the clipped norm in place: undo it, one rounding more
+        clip = max(1.0, norm) if precision == "fp32" and not model.plan.options.fused else 1.0
         for name, ours in model.grads.items():
             assert_as_good_as_eager(ours * clip, eager[name], exact[name], what=f"{name} at step {step}", largest=False)
         losses.append((loss, eager_loss, exact_loss))
@@ -260,25 +262,24 @@ def test_every_recompute_level_gives_the_same_bits(config, accumulation, precisi
 
 
 @ways
-def test_matmuls_widen_their_factors_in_the_room_that_the_plan_has_for_them(precision, more, monkeypatch):
-    """All of a training step and of an evaluation, where the plan says so; those of a head's fp32 gradient in a room of their own."""
-    rooms = []
+def test_matmuls_work_in_the_room_that_the_plan_has_for_them(precision, more, monkeypatch):
+    """All of a training step and of an evaluation, where there is one; widened, those of a head's fp32 gradient in one of their own."""
+    rooms, model = [], build(SMALL, precision, recompute=6, **more)
     for name in ("matmul_forward", "matmul_dinput", "matmul_dweight"):
 
-        def called(*args, real=getattr(gpt2, name), name=name, widened=None, **kwargs):
-            rooms.append((name, widened))
-            return real(*args, widened=widened, **kwargs)
+        def called(*args, real=getattr(model.ops, name), name=name, room=None, **kwargs):
+            rooms.append((name, room))
+            return real(*args, room=room, **kwargs)
 
-        monkeypatch.setattr(gpt2, name, called)
-    model = build(SMALL, precision, recompute=6, **more)
+        monkeypatch.setattr(model.ops, name, called)
     train_step(model, 0)
     model.validate(*batch(1))
-    widened, head = model.acts.get("widened"), model.acts.get("head_widened")
-    assert (widened is not None, head is not None) == (bool(more), "grad_dtype" in more)
+    matmul, head = more.get("matmul"), model.acts.get("head_widened")
+    room = {None: None, "numba": model.acts, "widened": model.acts.get("widened")}[matmul]
+    assert ("widened" in model.acts, head is not None) == (matmul == "widened", "grad_dtype" in more)
     dweights = 4 * SMALL.num_layers + 1
     assert sum(name == "matmul_dweight" for name, _ in rooms) == dweights and len(rooms) > 4 * dweights
-    assert sum(room is head for _, room in rooms) == (1 if head is not None else len(rooms) if widened is None else 0)
-    assert all(room is widened or room is head for _, room in rooms)
+    assert [found for _, found in rooms if found is not room] == ([head] if head is not None else [])
 
 
 @ways

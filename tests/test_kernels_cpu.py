@@ -19,11 +19,15 @@ pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU:
 
 import llmc.kernels_cpu
 import test_kernels
-from llmc.kernels_cpu import door, why_no_cpu_kernels
+from llmc.gpt2 import GPT2
+from llmc.kernels import matmul_operations, other_matmuls
+from llmc.kernels_cpu import door, matmul, why_no_cpu_kernels
 from llmc.kernels_cpu.functions import numba_operations
 from llmc.layers import attention_operations, torch_operations
+from llmc.memory.plan import Plan, PlanOptions
+from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
-    results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
+    CONFIG, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
     test_a_weight_that_is_nan_stays_one, test_adamw_clips_as_torch_does_whatever_the_norm,
     test_adamw_has_torch_s_bits_in_every_form_step_after_step, test_adamw_of_shares_has_the_bits_of_the_whole_tensors,
     test_adamw_leaves_the_rest_of_the_arenas_alone,
@@ -222,7 +226,8 @@ def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):
 
 PRODUCT = """
 import numpy as np
-from llmc.kernels_cpu import door
+import torch
+from llmc.kernels_cpu import door, matmul
 from llmc.kernels_cpu.tiles import COLUMNS, LANES, MULTIPLIES_PAIRS, ROWS, multiply, store_factor, values_of
 
 
@@ -249,6 +254,13 @@ for kind, each in ((np.float32, 1), (np.uint32, 2)):
         c = before.copy() if adds else np.full_like(before, np.nan)
         product(c.ravel(), *packed, (rows, columns, depth // each), adds)
         assert (c == a.T @ b + adds * before).all(), (kind, adds)
+inp, weight = (torch.from_numpy(chance.integers(-9, 10, shape)).float() for shape in ((9, 70), (131, 70)))
+room = {f"matmul_{name}": torch.full(shape, torch.nan) for name, shape in {
+    "panels": (2, matmul.DEPTH, matmul.PANEL), "sums": (128, matmul.PANEL), "packed": (64 * 70,)}.items()}
+for dtype in (torch.float32, torch.bfloat16) if COLUMNS < matmul.PANEL else ():  # elsewhere other tests are of the same code
+    out = torch.full((9, 131), torch.nan, dtype=dtype)
+    matmul.matmul_forward(out, inp.to(dtype), weight.to(dtype), room=room)
+    assert torch.equal(out, (inp @ weight.t()).to(dtype)), dtype
 print(LANES, MULTIPLIES_PAIRS)
 """
 PROCESSORS = {  # what numba is told to compile for, a processor and its features -> lanes, and whether pairs have an instruction
@@ -274,3 +286,118 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
     done = subprocess.run([sys.executable, "-c", PRODUCT], cwd=REPO, env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in expected
+
+
+# ----------------------------------------------------------------------------
+# matmuls
+
+# B*T, C, OC: one of each, primes, parts of tiles in rows and columns, several depths with a rest, more rows than are summed up at once
+MATMULS = [(1, 1, 1), (21, 11, 13), (7, 3, 300), (5, 1100, 65), (67, 769, 130), (1100, 64, 70), (70, 70, 1100), (33, 768, 2304)]
+matmuls = pytest.mark.parametrize("rows, C, OC", MATMULS)
+types_of_gradients = pytest.mark.parametrize(
+    "dtype, grad_dtype", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)], ids=["fp32", "bf16", "bf16-fp32"]
+)
+
+
+def matmul_room(workers=3, sums=1024, packed=1 << 20, filled=nan):
+    shapes = {"panels": (workers, matmul.DEPTH, matmul.PANEL), "sums": (workers * sums, matmul.PANEL), "packed": (packed,)}
+    return {f"matmul_{name}": torch.full(shape, filled) for name, shape in shapes.items()}
+
+
+def products(rows, C, OC, dtype, grad_dtype, numbers, accumulate, room):
+    """(inp, weight, bias, dout, before), and what the three matmuls make of them; `before` is the gradient added to, or NaN."""
+    given = [numbers(*shape).to(dtype) for shape in ((rows, C), (OC, C), (OC,), (rows, OC))]
+    before = numbers(OC, C).to(grad_dtype)
+    inp, weight, bias, dout = given
+    out, unbiased, dinp = (torch.full(shape, nan, dtype=dtype) for shape in ((rows, OC), (rows, OC), (rows, C)))
+    dweight = before.clone() if accumulate else torch.full_like(before, nan)
+    matmul.matmul_forward(out, inp, weight, bias, room=room)
+    matmul.matmul_forward(unbiased, inp, weight, room=room)
+    matmul.matmul_dinput(dinp, dout, weight, room=room)
+    matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate, room=room)
+    return (*given, before if accumulate else torch.zeros_like(before)), (out, unbiased, dinp, dweight)
+
+
+def expected(given, dtype, grad_dtype, at=torch.float64):
+    inp, weight, bias, dout, before = (t.to(at) for t in given)
+    exact = bias + inp @ weight.t(), inp @ weight.t(), dout @ weight, before + dout.t() @ inp
+    return [t.to(kind) for t, kind in zip(exact, (dtype, dtype, dtype, grad_dtype))]
+
+
+@matmuls
+@types_of_gradients
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_matmuls_of_whole_numbers_are_exact(rows, C, OC, dtype, grad_dtype, accumulate):
+    """Every sum is one that fp32 has; bf16 rounds it once."""
+    chance = np.random.default_rng(rows)
+    found = products(
+        rows, C, OC, dtype, grad_dtype, lambda *shape: torch.from_numpy(chance.integers(-9, 10, shape)), accumulate, matmul_room()
+    )
+    assert all(same_bits(mine, want) for mine, want in zip(found[1], expected(found[0], dtype, grad_dtype)))
+
+
+@matmuls
+@types_of_gradients
+def test_matmuls_are_as_exact_as_torch_s(rows, C, OC, dtype, grad_dtype):
+    chance = torch.Generator().manual_seed(1)
+    given, found = products(rows, C, OC, dtype, grad_dtype, lambda *s: torch.randn(s, generator=chance), True, matmul_room())
+    eager = expected(given, dtype, grad_dtype, torch.float32)
+    for mine, theirs, exact in zip(found, eager, expected(given, torch.float64, torch.float64)):
+        assert_as_good_as_eager(mine, theirs, exact)
+
+
+@matmuls
+@types_of_gradients
+def test_neither_threads_nor_the_room_matter_to_a_bit_of_a_product(rows, C, OC, dtype, grad_dtype):
+    """Fewer workers than threads, as little room as can be, and what it held."""
+    runs = []
+    smallest = matmul.PANEL * max(rows, C, OC)
+    for threads, room in ((2, {}), (1, {"sums": 64, "filled": 3e38}), (5, {"workers": 2, "packed": smallest}), (3, {"sums": 128})):
+        chance = torch.Generator().manual_seed(1)
+        torch.set_num_threads(threads)
+        runs.append(products(rows, C, OC, dtype, grad_dtype, lambda *s: torch.randn(s, generator=chance), True, matmul_room(**room))[1])
+    for other in runs[1:]:
+        assert all(same_bits(a, b) for a, b in zip(runs[0], other))
+
+
+@dtypes
+def test_a_nan_stays_in_its_row_of_a_product(dtype):
+    """And one of the weight in its column: what a panel or a pair is filled up with is multiplied with neither."""
+    room, inp, weight = matmul_room(), torch.ones(9, 13, dtype=dtype), torch.ones(70, 13, dtype=dtype)
+    inp[3, 12], weight[64, 12] = nan, nan
+    out = torch.zeros(9, 70, dtype=dtype)
+    matmul.matmul_forward(out, inp, weight, room=room)
+    spoilt = torch.zeros(9, 70, dtype=torch.bool)
+    spoilt[3], spoilt[:, 64] = True, True
+    assert torch.equal(out.isnan(), spoilt) and (out[~spoilt] == 13).all()
+
+
+def test_matmuls_have_the_names_and_arguments_of_torch_s():
+    for name, theirs in matmul_operations("native").items():
+        ours = inspect.signature(matmul_operations("numba")[name])
+        assert list(ours.parameters) == list(inspect.signature(theirs).parameters)
+
+
+@dtypes
+def test_the_matmul_that_is_measured_multiplies(dtype):
+    a, b = (torch.arange(64 * 64).view(64, 64).remainder(m).to(dtype) for m in (5, 7))
+    out = torch.full_like(a, nan)
+    other_matmuls("numba")[0](out, a, b)
+    assert same_bits(out, a @ b)
+
+
+@dtypes
+def test_losses_of_a_model_with_numba_s_matmuls_are_those_with_torch_s_but_for_noise(dtype):
+    """Three steps, the second half in a recompute of everything."""
+    losses = {}
+    for way in ("native", "numba"):
+        precision = "fp32" if dtype == torch.float32 else "bf16"
+        model = GPT2(Plan(PlanOptions(CONFIG, 4, 32, precision, kernels="numba", matmul=way, recompute=6)))
+        model.init_random()
+        losses[way] = []
+        for step in range(3):
+            tokens = np.random.default_rng(step).integers(0, CONFIG.vocab_size, (2, 4, 32))
+            model.train(*tokens)
+            losses[way].append(model.mean_loss())
+            model.update(1e-3, 0.1, step + 1, model.grad_norm())
+    assert np.abs(np.subtract(*losses.values())).max() <= (1e-5 if dtype == torch.float32 else 2e-2)

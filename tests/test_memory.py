@@ -111,8 +111,8 @@ import llmc.gpt2
 train_gpt2.measure_matmul_tflops = lambda *_: 1.0
 real = llmc.gpt2.operations
 
-def operations(kernels):
-    ops = real(kernels)
+def operations(*kinds):
+    ops = real(*kinds)
     ops.attention_cpu_forward = limited(ops.attention_cpu_forward)
     return ops
 

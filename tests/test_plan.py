@@ -151,9 +151,13 @@ for rooms, names in (
 ):
     rooms["attention"] = {f"attention_{name}" for name in names.split()}
     rooms["attention_backward"] = rooms["attention"] | {"attention_sums"} | ({"attention_bias"} if rooms is NUMBA_ROOM else set())
-# the matmuls of either: where the gradients of bf16 weights are fp32, and where all bf16 factors are widened
+# the matmuls of either: torch's where the gradients of bf16 weights are fp32, and where all bf16 factors are widened; and numba's
 DWEIGHT_ROOM = {stage: {"widened"} for stage in ("fcproj_dweight", "fc_backward", "attproj_backward", "qkv_backward")}
-MATMUL_ROOM = DWEIGHT_ROOM | {stage: {"widened"} for stage in ("qkv", "attproj", "fc", "fcproj", "head", "fcproj_dinput")}
+MATMUL_STAGES = (*DWEIGHT_ROOM, "qkv", "attproj", "fc", "fcproj", "head", "fcproj_dinput")
+MATMUL_ROOMS = {
+    "native": DWEIGHT_ROOM, "widened": {stage: {"widened"} for stage in MATMUL_STAGES},
+    "numba": {stage: {"matmul_panels", "matmul_sums", "matmul_packed"} for stage in MATMUL_STAGES},
+}  # fmt: skip
 # what the stages outside the blocks touch in either form, as gpt2.py reads
 OUTSIDE = {
     "encoder": {"inputs", "targets", "encoded", "token_order", "token_groups", "token_seed"},  # targets and order are copied in with inputs
@@ -167,7 +171,7 @@ OUTSIDE = {
 STAGE = {s.name: s for s in (*FORWARD_STAGES, *BACKWARD_STAGES)}
 FIRST_NORM, LAST_NORM = ("ln1", "ln1_mean", "ln1_rstd"), ("lnf", "lnf_mean", "lnf_rstd")
 ROOMS = {"torch": TORCH_ROOM, "triton": TRITON_ROOM, "numba": NUMBA_ROOM}
-ROOM = {name for rooms in (*ROOMS.values(), MATMUL_ROOM) for names in rooms.values() for name in names}
+ROOM = {name for rooms in (*ROOMS.values(), *MATMUL_ROOMS.values()) for names in rooms.values() for name in names}
 # zeroed at the first micro-step, added to at each, read after the last and after the update; evaluation and sampling leave them be
 ALWAYS = {"losses"}
 
@@ -178,7 +182,7 @@ def timeline(plan):
     A moment is one launch: of a matmul or attention, or of a pass that does several stages at once.
     """
     room = ROOMS[plan.options.kernel_set]
-    matmul_room = MATMUL_ROOM if plan.options.widened_matmuls else DWEIGHT_ROOM
+    matmul_room = MATMUL_ROOMS[plan.options.matmul]
 
     def room_of(name):
         return room.get(name, set()) | matmul_room.get(name, set())
@@ -266,7 +270,9 @@ def all_options(config, B, T):
         yield options(config, B, T, offload_residual=True, head_chunk=1, precision="fp32", **common)
         if device == "cpu":
             for grad_dtype in ("bf16", "fp32"):
-                yield options(config, B, T, widened_matmuls=True, grad_dtype=grad_dtype, **common)
+                yield options(config, B, T, matmul="widened", grad_dtype=grad_dtype, **common)
+                if kernels == "numba":
+                    yield options(config, B, T, matmul="numba", grad_dtype=grad_dtype, **common)
     for kernels in KERNELS:
         for attention in ("flash", "cudnn", "efficient"):
             yield options(config, B, T, recompute=5, device="cuda", kernels=kernels, attention=attention)
@@ -297,12 +303,14 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("triton", "token_order", "dresidual"), ("triton", "token_order", "token_groups"), ("triton", "update_layout", "grad_norm"),
     ("triton", "norm_partials", "losses"), ("triton", "update_parameter", "noise"), ("triton", "token_seed", "fch"),
     ("numba", "column_partials", "dfch"), ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
-    ("numba", "attention_bias", "dqkvr"), ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
+    ("numba", "attention_bias", "dqkvr"), ("numba", "matmul_sums", "datty"), ("numba", "matmul_packed", "fch"),
+    ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):
     """It is worth something only if a plan that is wrong shows up in it."""
-    plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none", widened_matmuls="widened" in (a, b)))
+    matmul = "widened" if a == "widened" else "numba" if a.startswith("matmul_") else "native"
+    plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none", matmul=matmul))
     plan.tensors[a] = replace(plan.tensors[a], offset=plan.tensors[b].offset)
     assert tuple(sorted((a, b))) in list(overlapping(plan))
 

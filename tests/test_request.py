@@ -26,17 +26,54 @@ def options(text="", precision="bf16", kind="cuda", config=D12):
     return plan_options(asked(text), config, precision, kind)
 
 
-@pytest.mark.parametrize("words, native, precision, widened", [
-    ("", False, "bf16", True), ("", True, "bf16", False), ("", False, "fp32", False),
-    ("--matmul widened", True, "bf16", True), ("--matmul native", False, "bf16", False), ("--matmul native", False, "fp32", False),
+def cpuinfo(tmp_path, monkeypatch, vendor, flags):
+    """Say what processor this is."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n")
+    monkeypatch.setattr(llmc.backend, "CPU_INFO", path)
+
+
+ZEN_3, ZEN_4 = ("AuthenticAMD", "avx2"), ("AuthenticAMD", "avx2 avx512f avx512_bf16")
+SKYLAKE, SAPPHIRE_RAPIDS = ("GenuineIntel", "avx2 avx512f"), ("GenuineIntel", "avx512f avx512_bf16 amx_bf16")
+
+
+@pytest.mark.parametrize("processor, precision, kernels, taken", [
+    (ZEN_4, "fp32", "numba", "numba"), (ZEN_4, "bf16", "numba", "numba"), (ZEN_4, "fp32", "torch", "native"),
+    (ZEN_4, "bf16", "torch", "native"), (ZEN_3, "fp32", "numba", "native"), (ZEN_3, "bf16", "numba", "widened"),
+    (SKYLAKE, "fp32", "numba", "native"), (SKYLAKE, "bf16", "torch", "widened"), (SAPPHIRE_RAPIDS, "fp32", "numba", "native"),
+    (SAPPHIRE_RAPIDS, "bf16", "numba", "native"),
 ])  # fmt: skip
-def test_a_cpu_widens_bf16_factors_where_it_has_no_arithmetic_for_them_or_is_told_to(monkeypatch, words, native, precision, widened):
-    monkeypatch.setattr(llmc.backend, "cpu_has_native_bf16", lambda: native)
-    assert options(words, precision, "cpu").widened_matmuls == widened
-    assert not options("", precision, "cuda").widened_matmuls
+def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp_path, processor, precision, kernels, taken):
+    """numba's only where its other kernels run too; and never on a GPU."""
+    cpuinfo(tmp_path, monkeypatch, *processor)
+    assert options(f"--kernels {kernels}", precision, "cpu").matmul == taken
+    assert options("", precision, "cuda").matmul == "native"
 
 
-@pytest.mark.parametrize("way", ["native", "widened"])
+@pytest.mark.parametrize("processor", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS])
+@pytest.mark.parametrize("precision, words, taken", [
+    ("bf16", "--matmul widened", "widened"), ("bf16", "--matmul native", "native"), ("fp32", "--matmul native", "native"),
+    ("fp32", "--matmul numba --kernels numba", "numba"), ("bf16", "--matmul numba --kernels numba", "numba"),
+])  # fmt: skip
+def test_a_cpu_s_matmuls_are_those_that_are_asked_for(monkeypatch, tmp_path, processor, precision, words, taken):
+    cpuinfo(tmp_path, monkeypatch, *processor)
+    assert options(words, precision, "cpu").matmul == taken
+
+
+def test_a_machine_that_says_nothing_of_its_processor_multiplies_by_torch(monkeypatch, tmp_path):
+    monkeypatch.setattr(llmc.backend, "CPU_INFO", tmp_path / "nothing")
+    assert [options("--kernels numba", precision, "cpu").matmul for precision in ("fp32", "bf16")] == ["native", "widened"]
+
+
+def test_numba_s_matmuls_need_its_kernels():
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(
+            UserError, match="^--matmul numba goes with --kernels numba, and this run has --kernels torch; leave one of them out$"
+        ):
+            options("--matmul numba --kernels torch", precision, "cpu")
+
+
+@pytest.mark.parametrize("way", ["native", "numba", "widened"])
 def test_what_a_cpu_multiplies_is_nothing_that_a_gpu_can_be_asked_for(way):
     with pytest.raises(UserError, match=f"^--matmul {way} is a CPU's, and this run is on a GPU; leave it out$"):
         options(f"--matmul {way}")

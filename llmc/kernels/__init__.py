@@ -37,16 +37,38 @@ def launch_problem(device="cuda") -> str:
     return ""
 
 
-def operations(kernels: str) -> SimpleNamespace:
-    """The functions a model runs, by name: of torch, Triton's or numba's kernels; with their halves, see llmc.layers.in_halves."""
+def operations(kernels: str, matmul: str = "native") -> SimpleNamespace:
+    """The functions a model runs, by name: of torch, Triton's or numba's kernels; with their halves, see llmc.layers.in_halves.
+
+    matmul  as in PlanOptions: numba's or, native and widened, torch's
+    """
+    matmuls = matmul_operations(matmul)
     if kernels == "numba":
         from llmc.kernels_cpu.functions import numba_operations
 
         functions = numba_operations()
-        return SimpleNamespace(**functions, **in_halves(functions))
+        return SimpleNamespace(**functions, **in_halves(functions), **matmuls)
     if kernels == "triton":
         from llmc.kernels.functions import staged_operations, triton_operations
 
-        return SimpleNamespace(**triton_operations(), **staged_operations(), **attention_operations())
+        return SimpleNamespace(**triton_operations(), **staged_operations(), **attention_operations(), **matmuls)
     functions = torch_operations()
-    return SimpleNamespace(**functions, **in_halves(functions), **attention_operations())
+    return SimpleNamespace(**functions, **in_halves(functions), **attention_operations(), **matmuls)
+
+
+def matmul_operations(matmul: str) -> dict:
+    """Name -> function, of the matmuls."""
+    if matmul == "numba":
+        from llmc.kernels_cpu import matmul as source
+    else:
+        from llmc.layers import matmul as source
+    return {name: getattr(source, name) for name in ("matmul_forward", "matmul_dinput", "matmul_dweight")}
+
+
+def other_matmuls(matmul: str) -> list:
+    """Functions of (out, a, b), square matrices, that multiply otherwise than torch's: to measure."""
+    if matmul != "numba":
+        return []
+    from llmc.kernels_cpu.matmul import square_multiplier
+
+    return [square_multiplier()]

@@ -1,4 +1,4 @@
-"""numba kernels for everything that is not a matmul, for CPUs, on all cores: one pass over memory each, and attention.
+"""numba kernels for CPUs, on all cores: one pass over memory each, attention, and matmuls for where torch's are slower.
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports numba; a machine without it
 trains with the torch operations.

@@ -7,7 +7,7 @@ Flat arrays of factors are fp32, or uint32 where they are such pairs. What is ad
 import platform
 
 from llmc.kernels_cpu.door import (
-    FLOAT, INT32, LLVM, alloca_once, for_range, get_or_insert_function, intrinsic, ir, nearest, place_of, processor_features, shared,
+    FLOAT, INT16, INT32, LLVM, alloca_once, for_range, get_or_insert_function, intrinsic, ir, nearest, place_of, processor_features, shared,
     types,
 )  # fmt: skip
 
@@ -16,10 +16,11 @@ LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
 # 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
 ROWS, VECTORS = 4, 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
 COLUMNS = VECTORS * LANES
+LINE = 64  # bytes of a line of cache
 # by AVX-512's instruction, which earlier LLVMs have for other types. Processors with AMX, Intel's, have it at half the rate of fp32's:
 # there widened factors were measured 1.35 times as fast
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and "amx-bf16" not in PROCESSOR and LLVM >= (16,)
-FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+FLOATS, INTS, HALVES = (ir.VectorType(number, LANES) for number in (FLOAT, INT32, INT16))
 
 
 class _BFloat(ir.types.Type):
@@ -56,51 +57,114 @@ def _everywhere(builder, x, kind):
     return builder.shuffle_vector(alone, kind(ir.Undefined), INTS([0] * LANES))
 
 
-@intrinsic
-def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, depth, adds):
-    """c[c_at + i c_row + j] = (adds) + sum over k < depth of a[a_at + i a_row + k a_step] * b[b_at + k b_step + j], i < ROWS and
-    j < COLUMNS: one tile of a product, which stays in registers.
+def _tile_multiplier(rows):
+    """A function for tiles of so many rows."""
 
-    c is fp32; a and b are flat arrays of factors, uint32 if those are pairs.
-    """
+    @intrinsic
+    def multiply(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, depth, adds):
+        def emit(context, builder, signature, values):
+            c_data, c_at, c_row, a_data, a_at, a_row, a_step, b_data, b_at, b_step, depth, adds = values
+            index = depth.type
+            c_place, a_place, b_place = (
+                place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at))
+            )
+            kind = INTS if a.dtype == types.uint32 else FLOATS
+            tile = [(i, j) for i in range(rows) for j in range(VECTORS)]
+            totals = {at: alloca_once(builder, FLOATS) for at in tile}
+
+            def vector(place, offset, kind):
+                return builder.bitcast(builder.gep(place, [offset]), kind.as_pointer())
+
+            def place_in_c(i, j):
+                return vector(c_place, builder.add(builder.mul(c_row, index(i)), index(j * LANES)), FLOATS)
+
+            for at in tile:
+                builder.store(FLOATS([0.0] * LANES), totals[at])
+            with for_range(builder, depth) as loop:
+                b_row = builder.gep(b_place, [builder.mul(loop.index, b_step)])
+                a_column = builder.gep(a_place, [builder.mul(loop.index, a_step)])
+                bs = [builder.load(vector(b_row, index(j * LANES), kind), align=4) for j in range(VECTORS)]
+                for i in range(rows):
+                    x = _everywhere(builder, builder.load(builder.gep(a_column, [builder.mul(a_row, index(i))])), kind)
+                    for j in range(VECTORS):
+                        builder.store(_add_product(builder, builder.load(totals[i, j]), x, bs[j], kind is INTS), totals[i, j])
+            with builder.if_then(builder.icmp_signed("!=", adds, index(0))):
+                for at in tile:
+                    builder.store(builder.fadd(builder.load(place_in_c(*at), align=4), builder.load(totals[at])), totals[at])
+            for at in tile:
+                builder.store(builder.load(totals[at]), place_in_c(*at), align=4)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(c, at, at, a, at, at, at, b, at, at, at, at), emit
+
+    return multiply
+
+
+# c[c_at + i c_row + j] = (adds: itself +) sum over k < depth of a[a_at + i a_row + k a_step] * b[b_at + k b_step + j], i < ROWS, or one
+# row, and j < COLUMNS: one tile of a product, which stays in registers. c is fp32; a and b are arrays of factors, uint32 if those are pairs
+multiply_tile, multiply_row = _tile_multiplier(ROWS), _tile_multiplier(1)
+
+
+@intrinsic
+def prefetch_rows(typing, array, at, row):
+    """Have ROWS x COLUMNS elements from array[at] on fetched into cache, to be written; row from one to the next. None need exist."""
 
     def emit(context, builder, signature, values):
-        c_data, c_at, c_row, a_data, a_at, a_row, a_step, b_data, b_at, b_step, depth, adds = values
-        pairs, index = a.dtype == types.uint32, c_at.type
-        kind = INTS if pairs else FLOATS
-        c_place, a_place, b_place = (
-            place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at))
-        )
-        tile = [(i, j) for i in range(ROWS) for j in range(VECTORS)]
-        totals = {at: alloca_once(builder, FLOATS) for at in tile}
-
-        def vector(place, offset, kind):
-            return builder.bitcast(builder.gep(place, [offset]), kind.as_pointer())
-
-        def place_in_c(i, j):
-            return vector(c_place, builder.add(builder.mul(c_row, index(i)), index(j * LANES)), FLOATS)
-
-        with builder.if_else(builder.icmp_signed("!=", adds, index(0))) as (then, otherwise):
-            with then:
-                for at in tile:
-                    builder.store(builder.load(place_in_c(*at), align=4), totals[at])
-            with otherwise:
-                for at in tile:
-                    builder.store(FLOATS([0.0] * LANES), totals[at])
-        with for_range(builder, depth) as loop:
-            b_row = builder.gep(b_place, [builder.mul(loop.index, b_step)])
-            a_column = builder.gep(a_place, [builder.mul(loop.index, a_step)])
-            bs = [builder.load(vector(b_row, index(j * LANES), kind), align=4) for j in range(VECTORS)]
-            for i in range(ROWS):
-                x = _everywhere(builder, builder.load(builder.gep(a_column, [builder.mul(a_row, index(i))])), kind)
-                for j in range(VECTORS):
-                    builder.store(_add_product(builder, builder.load(totals[i, j]), x, bs[j], pairs), totals[i, j])
-        for at in tile:
-            builder.store(builder.load(totals[at]), place_in_c(*at), align=4)
+        (data, at, row), byte = values, ir.IntType(8).as_pointer()
+        place = place_of(context, builder, array, data, at)
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+        prefetch = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
+        for i in range(ROWS):
+            for j in range(0, COLUMNS, 8 * LINE // array.dtype.bitwidth):
+                line = builder.bitcast(builder.gep(place, [builder.add(builder.mul(row, row.type(i)), row.type(j))]), byte)
+                builder.call(prefetch, [line, INT32(1), INT32(3), INT32(1)])  # to write, for all caches, data
         return context.get_dummy_value()
 
-    at = types.intp
-    return types.void(c, at, at, a, at, at, at, b, at, at, at, at), emit
+    return types.void(array, types.intp, types.intp), emit
+
+
+def _transposer(neighbours):
+    """A function for blocks of LANES x LANES factors, whose pairs are neighbours in a row, or in a column."""
+
+    @intrinsic
+    def transpose(typing, out, out_at, out_row, x, x_at, x_row):
+        def emit(context, builder, signature, values):
+            out_data, out_at, out_row, x_data, x_at, x_row = values
+            out_place, x_place = place_of(context, builder, out, out_data, out_at), place_of(context, builder, x, x_data, x_at)
+            joined = out.dtype == types.uint32 and neighbours == "in a column"
+
+            def line(place, row, i, kind=INTS):
+                return builder.bitcast(builder.gep(place, [builder.mul(row, row.type(i))]), kind.as_pointer())
+
+            def read(i):
+                if not joined:
+                    return builder.load(line(x_place, x_row, i), align=2)
+                halves = (builder.load(line(x_place, x_row, 2 * i + half, HALVES), align=2) for half in (0, 1))
+                low, high = (builder.zext(half, INTS) for half in halves)
+                return builder.or_(low, builder.shl(high, INTS([16] * LANES)))
+
+            lines, step = [read(i) for i in range(LANES)], LANES // 2
+            while step:  # exchange the two blocks beside the diagonal, then those within each quarter
+                upper = INTS([lane if not lane & step else LANES + lane - step for lane in range(LANES)])
+                lower = INTS([lane + step if not lane & step else LANES + lane for lane in range(LANES)])
+                for i in (i for i in range(LANES) if not i & step):
+                    pair = lines[i], lines[i + step]
+                    lines[i], lines[i + step] = builder.shuffle_vector(*pair, upper), builder.shuffle_vector(*pair, lower)
+                step //= 2
+            for i in range(LANES):
+                builder.store(lines[i], line(out_place, out_row, i), align=4)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(out, at, at, x, at, at), emit
+
+    return transpose
+
+
+# out[out_at + j out_row + i] = the factor that x[x_at + i x_row + n j] begins, with its neighbour in the row if they are n = 2; or the
+# number x[x_at + n i x_row + j] with the one below it; i and j < LANES
+transpose_rows, transpose_columns = _transposer("in a row"), _transposer("in a column")
 
 
 @shared
@@ -143,3 +207,19 @@ def copy_factor(typing, factors, index, array, first):
         return context.get_dummy_value()
 
     return types.void(factors, types.intp, array, types.intp), emit
+
+
+@intrinsic
+def join_factor(typing, factors, index, array, first, second):
+    """factors[index] = the number array[first], or where factors are pairs that and array[second]; of an array of their type."""
+
+    def emit(context, builder, signature, values):
+        x = builder.load(place_of(context, builder, array, values[2], values[3]))
+        if factors.dtype == types.uint32:
+            high = builder.zext(builder.load(place_of(context, builder, array, values[2], values[4])), INT32)
+            x = builder.or_(builder.zext(x, INT32), builder.shl(high, INT32(16)))
+        builder.store(x, place_of(context, builder, factors, *values[:2]))
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(factors, at, array, at, at), emit

@@ -3,8 +3,9 @@
 On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed where its rows are
 at hand anyway: see gelu, attention and layernorm.
 
-On a CPU bf16 factors may be widened: `widened`, fp32 scratch of three elements or more, takes pieces of them, and of sums that bf16 cannot
+On a CPU bf16 factors may be widened: `room`, fp32 scratch of three elements or more, takes pieces of them, and of sums that bf16 cannot
 hold. That is for fp32 gradients, which no CPU matmul makes from bf16 factors; and for all matmuls on processors without bf16 arithmetic.
+llmc/kernels_cpu/matmul.py has the same functions, which add up bf16 factors in fp32 as they are.
 """
 
 from math import isqrt
@@ -15,30 +16,30 @@ from llmc.backend import bf16_products
 from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
 
 
-def matmul_forward(out, inp, weight, bias=None, widened=None):
+def matmul_forward(out, inp, weight, bias=None, room=None):
     """out = inp @ weight.T + bias.
 
     out     (..., OC)  written     inp  (..., C)  read     all contiguous, one dtype
     weight  (OC, C)    read        bias (OC,)     read, or None
     Cost 2*rows*C*OC FLOP.
     """
-    if widened is not None:
-        _matmul_widened(rows_of(out), rows_of(inp), weight.t(), widened, start=bias)
+    if room is not None:
+        _matmul_widened(rows_of(out), rows_of(inp), weight.t(), room, start=bias)
     elif bias is None:
         torch.mm(rows_of(inp), weight.t(), out=rows_of(out))
     else:
         torch.addmm(bias, rows_of(inp), weight.t(), out=rows_of(out))
 
 
-def matmul_dinput(dinp, dout, weight, widened=None):
+def matmul_dinput(dinp, dout, weight, room=None):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C). Cost 2*rows*C*OC FLOP."""
-    if widened is not None:
-        _matmul_widened(rows_of(dinp), rows_of(dout), weight, widened)
+    if room is not None:
+        _matmul_widened(rows_of(dinp), rows_of(dout), weight, room)
     else:
         torch.mm(rows_of(dout), weight, out=rows_of(dinp))
 
 
-def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
+def matmul_dweight(dweight, dout, inp, *, accumulate, room=None):
     """The weight's gradient: dout.T @ inp.
 
     dweight  (OC, C)    accumulated, or written when accumulate is False (then what it held does not matter)
@@ -46,8 +47,8 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, widened=None):
     Cost 2*rows*C*OC FLOP.
     """
     dy, x = rows_of(dout).t(), rows_of(inp)
-    if widened is not None:
-        _matmul_widened(dweight, dy, x, widened, start=dweight if accumulate else None)
+    if room is not None:
+        _matmul_widened(dweight, dy, x, room, start=dweight if accumulate else None)
     elif dout.dtype == dweight.dtype:
         torch.addmm(dweight, dy, x, beta=float(accumulate), out=dweight)
     else:

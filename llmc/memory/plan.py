@@ -22,6 +22,9 @@ ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; piece
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles of 4 x 64
+# of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 64 KiB; and rows
+# that there is room for to add up their product with the left one's, for each worker
+MATMUL_DEPTH, MATMUL_PANEL, MATMUL_ROWS = 256, 64, 512
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
@@ -46,6 +49,8 @@ class Tuning:
     queries: int = 0  # of torch's attention on a CPU, at once
     score_elements: int = 0  # fp32 scores of these queries, of as many heads as that makes
     worker_bytes: int = 0  # room of all workers of numba's attention: a limit to how many threads work on long sequences
+    packed_factors: int = 0  # of the left matrix of a weight's gradient, that numba's matmuls pack at once
+    matmul_workers: int = 0  # threads that these keep busy at most
 
 
 TUNING = {
@@ -54,7 +59,8 @@ TUNING = {
     # torch's attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward, softmax by a kernel: 9.7 and 25 ms with
     # these; with 256 queries 11.0 and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster matmuls,
     # and as much slower packing. numba's workers need 1.8 MiB each at T = 1024 in bf16: 35 of them in less than the head's logits
-    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18, 64 << 20),
+    # numba's matmuls of d12: with panels of 384 or 512 rows, or half the packed factors, the same within what repeats. 16 MiB in all
+    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18, 64 << 20, 1 << 20, 64),
     # leads, not measured yet; all but the first are for a card without Triton
     "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
 }
@@ -82,7 +88,7 @@ class PlanOptions:
     ranks: int = 1  # that train on data of their own
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
-    widened_matmuls: bool = False  # of bf16 factors, on a CPU that has no arithmetic for them
+    matmul: str = "native"  # on a CPU native, which is torch's, numba, or widened, which is torch's of bf16 factors in fp32
     step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps
     reduce_every_micro_step: bool = False  # of several, gradients are summed over ranks after each, as stages 2 and 3 must
     keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
@@ -108,7 +114,7 @@ class PlanOptions:
     @property
     def multiplied_in(self) -> str:
         """Type of the factors of matmuls."""
-        return "fp32" if self.widened_matmuls else self.precision
+        return "fp32" if self.matmul == "widened" else self.precision
 
     @property
     def gradients(self) -> str:
@@ -382,8 +388,9 @@ def classifier_rows(options: PlanOptions) -> int:
 
 
 def widens(options: PlanOptions) -> bool:
-    """Whether bf16 factors of weight gradients are widened: all matmuls' are, or the device has none for gradients in fp32."""
-    return options.widened_matmuls or options.gradients != options.precision and TUNING[options.device].widened_rows > 0
+    """Whether bf16 factors of weight gradients are widened: all matmuls' are, or torch has none on this device for gradients in fp32."""
+    needed = options.gradients != options.precision and TUNING[options.device].widened_rows > 0 and options.matmul != "numba"
+    return options.matmul == "widened" or needed
 
 
 def update_room(options: PlanOptions) -> int:
@@ -397,12 +404,12 @@ def update_room(options: PlanOptions) -> int:
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
-    quarter of them of GELU), Rw that fit the room of widened factors, U elements of the update, G positions of a sample; of attention on a
-    CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers, and what _attention_sizes adds."""
+    quarter of them of GELU), Rw that fit the room of widened factors, U elements of the update, G positions of a sample; of attention on
+    a CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers, and what _attention_sizes and _matmul_sizes add."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
-    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | {
+    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | {
         "Tp": -(-o.T // lse_multiple) * lse_multiple,
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
@@ -416,6 +423,27 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "HS": o.config.head_size,
         "Wa": attention_workers(o),
     }  # fmt: skip
+
+
+def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
+    """Of numba's matmuls: Wm workers, Rm rows for their sums in all, and Pm factors of a left matrix that are packed at once: of as many
+    of its rows as fit, but at least of a panel's."""
+
+    def panels(n):
+        return -(-n // MATMUL_PANEL)
+
+    tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
+    widths = sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"]
+    widest, deepest = (
+        max(widths),
+        max([rows, *(n for n in widths if n % 2)]),
+    )  # of an odd number of bf16 some have no other to be a pair with
+    workers = max(1, min(tuning.matmul_workers, panels(widest)))
+    return {
+        "Wm": workers,
+        "Rm": workers * min(MATMUL_ROWS, panels(max(rows, widest)) * MATMUL_PANEL),
+        "Pm": MATMUL_PANEL * deepest * max(1, min(tuning.packed_factors // (MATMUL_PANEL * deepest), panels(widest))),
+    }
 
 
 def attention_queries(o: PlanOptions) -> int:
@@ -521,7 +549,11 @@ def _working_rows(o: PlanOptions):
     """Working room of the layers."""
     backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
     if widens(o):
-        yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.widened_matmuls else backward
+        yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.matmul == "widened" else backward
+    if o.matmul == "numba":
+        yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL}", "fp32", STEP
+        yield "matmul_sums", "scratch", f"Rm {MATMUL_PANEL}", "fp32", STEP
+        yield "matmul_packed", "scratch", "Pm", "fp32", STEP
     if o.attention_kind == "cpu":
         stages = (s for s in _stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
         spans = [(s, s) for s in stages]

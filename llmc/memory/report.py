@@ -90,8 +90,8 @@ def describe(o: PlanOptions) -> str:
         forms.append(f"m and v in {o.optimizer_state}")
     if o.gradients != o.precision:
         forms.append(f"gradients in {o.gradients}")
-    if o.widened_matmuls:
-        forms.append("matmuls widened to fp32")
+    if o.matmul != "native":
+        forms.append({"widened": "matmuls widened to fp32", "numba": "matmuls by numba"}[o.matmul])
     if o.offload_residual:
         forms.append("residuals in host memory")
     if o.async_checkpoint:
@@ -188,7 +188,7 @@ def options_json(o: PlanOptions) -> dict:
     return {
         "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device, "recompute": o.recompute,
         "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state, "grad_dtype": o.gradients,
-        "widened_matmuls": o.widened_matmuls, "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
+        "matmul": o.matmul if o.device == "cpu" else None, "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
         "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
         "tp_recompute_allgather": int(not o.keep_gathered), "reduce_every_micro_step": int(o.reduce_every_micro_step),
     }  # fmt: skip
