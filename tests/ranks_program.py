@@ -15,6 +15,7 @@ from test_loop import words_of
 import train_gpt2
 
 LONGEST_S = 200
+PRELOADED = ["torch", "numba", "train_gpt2", "llmc.gpt2", "llmc.kernels_cpu.functions", "llmc.kernels_cpu.matmul"]
 
 
 def rank_of(argv, rank, out, err, hook, prepare):
@@ -86,7 +87,7 @@ def start(n: int, folder: Path, *argv, own=None, hook="", prepare=None) -> Start
     prepare  a function of a module, which each calls before it starts
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numba"])
+    context.set_forkserver_preload(PRELOADED)
     folder.mkdir(exist_ok=True)
     processes, files = [], [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(n)]
     for rank in range(n):

@@ -315,13 +315,9 @@ def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case,
 # several ranks
 
 
-def two_ranks(case, folder, *argv) -> subprocess.CompletedProcess:
-    """The program in two processes of this machine."""
-    words = words_of([*inputs(case), "--device cpu --threads 1", SMALL, QUIET, *argv, "-o", folder])
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train_gpt2.py", *words],
-        cwd=REPO, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def two_ranks(case, folder, *argv) -> list:
+    """The program in two processes of this machine: code, out and err of each."""
+    return ranks_program.start(2, folder.with_name(f"{folder.name}_ranks"), *inputs(case), SMALL, QUIET, *argv, "-o", folder).ended()
 
 
 @pytest.mark.parametrize("flags", ["-z 1 --optimizer-state bf16", "-z 3"])
@@ -329,9 +325,9 @@ def test_two_ranks_end_with_the_same_folder(case, tmp_path, flags):
     """DONE waits for both; at stage 3 the weights are gathered while they are copied."""
     argv = ["-e", case / "bf16.bin", flags, "-x 6 -n 2 -nk 2"]
     for name, more in (("waits", ""), ("beside", ASYNC)):
-        result = two_ranks(case, tmp_path / name, *argv, more)
-        assert result.returncode == 0, result.stderr
-    assert re.findall("Wrote checkpoint at step (.)", result.stdout) == ["2", "4", "6"]
+        first, second = two_ranks(case, tmp_path / name, *argv, more)
+        assert (first.code, second.code) == (0, 0), (first.err, second.err)
+    assert re.findall("Wrote checkpoint at step (.)", first.out) == ["2", "4", "6"]
     found = lasting(tmp_path / "beside")
     assert found == lasting(tmp_path / "waits") and {"state_00000006_00001.bin", "DONE_00000006", "DONE_00000004"} <= set(found)
     record = json.loads((tmp_path / "beside" / "memory.json").read_text())
@@ -341,10 +337,10 @@ def test_two_ranks_end_with_the_same_folder(case, tmp_path, flags):
 
 def test_a_disk_that_fails_on_another_rank_ends_all_of_them_without_a_done(case, tmp_path):
     (tmp_path / "state_00000004_00001.bin").mkdir()
-    result = two_ranks(case, tmp_path, "-z 0 -x 400 -n 2", ASYNC)
-    assert result.returncode != 0
-    assert f"writing the state failed at {tmp_path}/state_00000004_00001.bin" in result.stderr, result.stderr
-    assert steps_in(tmp_path) == [2] and "Wrote checkpoint at step 4" not in result.stdout and not list(tmp_path.glob("*.tmp"))
+    first, second = two_ranks(case, tmp_path, "-z 0 -x 400 -n 2", ASYNC)
+    assert first.code != 0 and second.code != 0
+    assert f"writing the state failed at {tmp_path}/state_00000004_00001.bin" in second.err, second.err
+    assert steps_in(tmp_path) == [2] and "Wrote checkpoint at step 4" not in first.out and not list(tmp_path.glob("*.tmp"))
 
 
 def rank_1_fails_while_both_write():

@@ -3,8 +3,6 @@
 Ranks are forked from a process that has torch, which saves two seconds each; one run is torchrun's.
 """
 
-import multiprocessing
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ranks_program
 from case_a import CONFIG, write_case_a
 from conftest import REPO
 from ranks import environment
@@ -41,47 +40,13 @@ def folder(tmp_path_factory) -> Path:
     return case
 
 
-def rank_of(argv, out, err):
-    """One rank, in a process of its own."""
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    train_gpt2.measure_matmul_tflops = lambda *_: 1.0  # it costs half a second
-    sys.exit(train_gpt2.main(argv))
-
-
-def launch(n: int, *argv, meet: Path) -> list[SimpleNamespace]:
-    """code, out and err of each of n ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numba"])
-    meet.mkdir(exist_ok=True)
-    words = words_of(["--device cpu --threads 1 -pi fs -pn", n, "-pp", meet, *argv])
-    ranks, before = [], os.environ.get("NUMBA_NUM_THREADS")
-    os.environ["NUMBA_NUM_THREADS"] = "1"  # the first fork's environment is that of all
-    try:
-        for rank in range(n):
-            files = [str(meet / f"{rank}.{kind}") for kind in ("out", "err")]
-            process = context.Process(target=rank_of, args=([*words, "-pr", str(rank)], *files), daemon=True)
-            process.start()
-            ranks.append((process, *files))
-    finally:
-        del os.environ["NUMBA_NUM_THREADS"]
-        os.environ |= {"NUMBA_NUM_THREADS": before} if before else {}
-    try:
-        for process, *_ in ranks:
-            process.join(LONGEST_S)
-    finally:
-        for process, *_ in ranks:
-            process.kill()
-    return [SimpleNamespace(code=process.exitcode, out=Path(out).read_text(), err=Path(err).read_text()) for process, out, err in ranks]
-
-
 def ran(n, folder, name, *argv, model="model.bin", start=None) -> SimpleNamespace:
     """A run that must succeed: its folder, what rank 0 printed and its log. start: a folder to go on from."""
     output = folder / name
     if start:
         keep_only(start, STOP, output)
     data = ["-i", folder / "train_*.bin", "-j", folder / "val.bin", "--hellaswag-data", folder / "eval.bin", "-e", folder / model]
-    ranks = launch(n, *data, TRAIN, "-o", output, "-y", 1 if start else 0, *argv, meet=folder / f"{name}_ranks")
+    ranks = ranks_program.start(n, folder / f"{name}_ranks", *data, TRAIN, "-o", output, "-y", 1 if start else 0, *argv).ended()
     assert [(rank.code, rank.err) for rank in ranks] == [(0, "")] * n
     assert all(rank.out == "" for rank in ranks[1:])
     return SimpleNamespace(folder=output, out=ranks[0].out, log=numbers(output))

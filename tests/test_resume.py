@@ -551,7 +551,7 @@ def killed_before_each_call(folder, argv, timeout_s=120) -> list[int]:
 
 def test_killed_before_any_single_call_that_changes_the_disk_a_run_goes_on(case, tmp_path):
     """Two checkpoints with -nk 1. A checkpoint that is marked done is never lost."""
-    seen = killed_before_each_call(tmp_path, [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1", QUIET])
+    seen = killed_before_each_call(tmp_path, [*inputs(case), "-b 1 -t 8 -x 2 -n 1 -nk 1 --kernels torch", QUIET])
     assert seen == sorted(seen) and set(seen) == {0, 1, 2}
 
 
