@@ -18,6 +18,7 @@ from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, 
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
 from llmc.layers.matmul import matmul_forward
 from llmc.layers.residual import residual_add_inplace
+from llmc.layers.rows import add_widened
 from llmc.distributed.sharing import Alone
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
@@ -396,9 +397,16 @@ class GPT2:
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
             elif in_groups:
-                a["dwte_sum"].add_(group_sum)
+                add_widened(a["dwte_sum"], group_sum, self._room_of_logits())
         if in_groups:
-            dwte.copy_(a["dwte_sum"].add_(dwte) if self.accumulate else a["dwte_sum"])
+            if self.accumulate:
+                add_widened(a["dwte_sum"], dwte, self._room_of_logits())
+            dwte.copy_(a["dwte_sum"])
+
+    def _room_of_logits(self):
+        """The memory of a chunk's bf16 logits, which have been read, as fp32: flat, and no more than fits a cache."""
+        logits = self.acts["logits"].view(-1)
+        return logits[: len(logits) // 2 * 2].view(torch.float32)[: self.tuning.row_elements]
 
     def mean_loss(self, grad_accum_steps=1) -> float:
         """Mean training loss of this rank over the micro-steps since micro-step 0."""

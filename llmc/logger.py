@@ -1,6 +1,7 @@
 """What a run writes down: main.log, the line of each step, and the rows of the parameter table, letter for letter as llm.c's."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from llmc.errors import full_disk_or_denied
@@ -50,9 +51,9 @@ class Logger:
 
     def close(self) -> None:
         """Write no more."""
-        if self._file:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file:
+            file.close()
 
     def _write(self, line: str) -> None:
         if self._file is None or line in self._kept:
@@ -60,6 +61,8 @@ class Logger:
         try:
             self._file.write(line)
         except OSError as error:
+            with suppress(OSError):  # of the same line, which is still in a buffer; left open, Python 3.13 would tell of it at exit
+                self.close()
             raise full_disk_or_denied(error, self._path, "writing the log") from error
 
 

@@ -1,6 +1,7 @@
 """Shared fixtures: the golden case A, written anew, and small helpers every test file may use."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = (
@@ -35,6 +36,20 @@ def plain_torch():
     yield
     torch.set_grad_enabled(True)
     torch.set_num_threads(threads)
+
+
+def pytest_configure():
+    """No run in which hundreds of tests fail for one reason."""
+    if interprets_no_kernels():
+        pytest.exit("Triton before 3.7 interprets kernels with numpy before 2.4 only: python -m pip install 'numpy<2.4'", returncode=2)
+
+
+def interprets_no_kernels() -> bool:
+    try:
+        triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    except PackageNotFoundError:  # no triton, and its tests are skipped
+        return False
+    return triton < (3, 7) and numpy >= (2, 4) and not torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items):

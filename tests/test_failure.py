@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from case_a import write_case_a
 from conftest import REPO
-from ranks import KILLED, environment
+from ranks import KILLED, environment, free_port
 from ranks_program import LONGEST_S, ran, start
 from test_loop import inputs, words_of
 from test_resume import steps_in
@@ -129,7 +129,8 @@ def disturbed(name: str, folder: Path, argv) -> list[str]:
     moments = Moments(random.Random(name), n)
     if name.startswith("flags"):
         return killed_by_flags(folder, argv, n, moments)
-    torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node {n} --max-restarts {{}}"
+    # a port for each: before torch 2.13 all have the same one
+    torchrun = f"{sys.executable} -m torch.distributed.run --master-port {free_port()} --nproc-per-node {n} --max-restarts {{}}"
     if name.startswith("torchrun"):
         return killed_by_launcher(folder, [torchrun.format(KILLS), "train_gpt2.py", *argv, "-o", folder], n, moments)
     launch = {"LAUNCH": torchrun.format(0) + " --no-python", "PYTHON": sys.executable, "RETRY_AFTER_S": "0"}

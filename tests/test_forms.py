@@ -273,6 +273,42 @@ def test_the_head_sums_in_fp32_only_where_bf16_would_lose_bits():
 
 
 # ----------------------------------------------------------------------------
+# memory beside the arenas
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("chunk", [0, 16], ids=["whole head", "chunks"])
+@pytest.mark.parametrize("forms", [
+    {"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "grad_dtype": "fp32"},
+    {"precision": "bf16", "master": "bits16", "optimizer_state": "bf16"}, {"precision": "bf16", "matmul": "widened"},
+])  # fmt: skip
+def test_a_step_allocates_no_rows_of_channels_beside_the_arenas(kernels, chunk, forms):
+    """Positions and masks of 8 bytes a token may be; the operator that allocates more is named. torch widens, for one, all of what is
+    added to another type."""
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    config, B, T = ModelConfig(64, 500, 2, 2, 128, 512), 4, 64
+    for level in (0, 5):
+        model = GPT2(Plan(PlanOptions(config, B, T, recompute=level, kernels=kernels, head_chunk=chunk, **forms)))
+        model.init_random()
+        inputs, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, B, T))
+
+        def step():
+            for micro_step in range(2):
+                model.train(inputs, targets, grad_accum_steps=2, micro_step=micro_step)
+            model.update(1e-3, 0.1, 1, model.grad_norm())
+            model.token_losses(inputs, targets)
+
+        step()
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
+            step()
+            torch.empty(1 << 20)  # what must be seen
+        used = sorted((e.self_cpu_memory_usage, e.name, str(e.cpu_parent and e.cpu_parent.name)) for e in profiled.events())
+        assert used[-1][0] == 4 << 20
+        assert used[-2][0] <= 8 * B * T, f"{used[-2]} at -r {level}"
+
+
+# ----------------------------------------------------------------------------
 # depth, and residuals elsewhere
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 
 import pytest
 
@@ -126,15 +125,21 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 def test_a_full_disk_stops_with_a_sentence():
     log = Logger(None)
     log._path, log._file = "/dev/full", open("/dev/full", "w", buffering=1)
+    file = log._file
     with pytest.raises(UserError, match="writing the log failed at /dev/full"):
         log.val(0, 1.0)
+    assert file.closed, "or Python would try once more, and from 3.13 on tell of it"
+    log.val(0, 1.0)
+    log.close()
 
 
-def test_a_line_costs_microseconds(tmp_path):
-    log, start = Logger(tmp_path), time.perf_counter()
-    for step in range(2000):
+def test_a_line_is_with_the_system_at_once_and_opens_no_file(tmp_path, monkeypatch):
+    log, opened = Logger(tmp_path), []
+    monkeypatch.setattr("builtins.open", lambda *args, **kwargs: opened.append(args))
+    for step in range(3):
         log.train(step, 3.0, 1e-4, 1.0)
-    assert (time.perf_counter() - start) / 2000 < 200e-6  # measured 2 us; the rest is for busy machines
+        assert (tmp_path / LOG_NAME).read_text().count("\n") == step + 1  # with the system at once
+    assert not opened
 
 
 STEP = dict(loss=3.1415926, loss_z=math.nan, norm=1.23456, norm_z=-0.5, lr=6e-4, dt_ms=123.456, tokens_per_s=424242.4)

@@ -4,6 +4,7 @@ import torch
 
 from llmc.backend import deterministic
 from llmc.layers.rounding import noise_2d, round_to_bf16
+from llmc.layers.rows import add_widened
 
 
 def encoder_forward(out, inputs, wte, wpe):
@@ -59,12 +60,12 @@ def _add_rows(grad, index, sums, scratch, *, seed, first_noise_row):
     n, C = sums.shape
     gathered = scratch["encoder_gathered"].view(-1, C)[:n]
     torch.index_select(grad, 0, index, out=gathered)
-    sums.add_(gathered)
     piece = max(1, scratch["noise"].numel() // C)
     columns = torch.arange(C, dtype=torch.int32, device=grad.device)
     for at in range(0, n, piece):
         m = min(piece, n - at)
         noise, work = (scratch[k][: m * C].view(m, C) for k in ("noise", "noise_work"))
+        add_widened(sums[at : at + m], gathered[at : at + m], work.view(torch.float32))
         noise_2d(noise, work, columns, index[at : at + m].to(torch.int32) + first_noise_row, seed)
         round_to_bf16(gathered[at : at + m], sums[at : at + m], noise, work)
     grad.index_copy_(0, index, gathered)

@@ -26,6 +26,17 @@ def widened(x, room):
     return x if x.dtype == torch.float32 else room.copy_(x)
 
 
+def add_widened(total, x, room):
+    """total += x of another type, total and room fp32. On a CPU torch would widen all of x first: here as much as `room` takes."""
+    if total.is_cuda:  # where it is widened in registers
+        total.add_(x)
+        return
+    room, total, x = room.view(-1), total.view(-1), x.view(-1)
+    for at in range(0, len(x), len(room)):
+        piece = x[at : at + len(room)]
+        total[at : at + len(piece)].add_(room[: len(piece)].copy_(piece))
+
+
 def add_column_sums(total, x, scratch):
     """total (C,) fp32 += the sum over rows of x (n, C), taken in fp32. Scratch as in row_pieces, and column_sums."""
     piece_sum = scratch["column_sums"][1][: len(total)]
