@@ -1,6 +1,6 @@
 """Collectives in place, on the shares of tensors, and what they sent. Underneath is torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
-from collections import Counter, deque
+from collections import Counter
 
 import torch.distributed as dist
 
@@ -30,16 +30,11 @@ class Done:
         pass
 
 
-# tensors of the collectives last waited for, so many that gloo has let go of each long before it leaves; nearly all are views of arenas
-LATEST = deque(maxlen=256)
-
-
 class Running:
-    """The handle of a collective that runs beside what follows, and keeps its tensors for so long, and for a while after.
+    """The handle of a collective that runs beside what follows, and keeps its tensors for so long.
 
     Gloo's threads work on views that nobody else holds, and Python giving one of them up meanwhile is a race within torch
-    (https://github.com/pytorch/pytorch/issues/75529), which can take the process down. A thread lets go of them a moment after it has told
-    of the end: the moment in which whoever waited would give them up as well.
+    (https://github.com/pytorch/pytorch/issues/75529), which can take the process down.
     """
 
     def __init__(self, work, tensors):
@@ -47,7 +42,6 @@ class Running:
 
     def wait(self):
         self._work.wait()
-        LATEST.append(self._tensors)
         self._tensors = None
 
 
