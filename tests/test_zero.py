@@ -94,6 +94,15 @@ def test_shares_that_are_no_whole_vectors_give_the_same_bits(run, form):
     assert_same_bits(run, [case(4, stage, **common) for stage in range(4)])
 
 
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("numba", marks=NUMBA)])
+def test_a_gradient_of_several_pieces_whose_share_has_fewer_gives_the_same_bits(run, kernels):
+    """The norm's partial sums are one for each 2^19 elements."""
+    common = dict(kernels=kernels, forms=FORMS["bits16"], config=replace(CONFIG, channels=128), steps=2)
+    cases = [case(2, stage, poisoned=True, **common) for stage in range(4)]
+    assert all(c.options.num_parameters > 2**19 > c.options.num_parameters // 2 for c in cases)
+    assert_same_bits(run, [case(2, 0, **common), *cases])
+
+
 @all_forms
 def test_with_several_micro_steps_stages_0_and_1_and_stages_2_and_3_give_the_same_bits(run, kernels, form, ranks):
     """Stages 2 and 3 add up the ranks' gradients first and the micro-steps' then, stages 0 and 1 the other way round."""

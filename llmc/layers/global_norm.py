@@ -9,7 +9,7 @@ def global_norm(out, grads, scratch, *, piece):
     Fixed pieces, one fp32 partial each, summed in order in fp64. scratch: norm_partials (>= pieces,) fp32, and norm_work
     (>= piece,) fp32 unless grads are fp32.
     """
-    partials = scratch["norm_partials"]
+    partials = scratch["norm_partials"][: -(-len(grads) // piece)]
     for i, at in enumerate(range(0, len(grads), piece)):
         part = grads[at : at + piece]
         if part.dtype != torch.float32:

@@ -668,8 +668,8 @@ def _sample_rows(o: PlanOptions):
 
 
 def norm_partials(o: PlanOptions) -> int:
-    """Partial sums of the global norm: one per piece, summed in order."""
-    return -(-o.num_parameters // TUNING[o.device].update_elements)
+    """Partial sums of the global norm of this rank's gradient: one per piece, summed in order."""
+    return -(-(o.num_parameters // (o.ranks if o.shares else 1)) // TUNING[o.device].update_elements)
 
 
 def _aligned(n_bytes: int) -> int:
