@@ -288,6 +288,8 @@ def larger(run, record):
     """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2."""
     s = run.sizes
     for name, config, batches in while_time(run, record, s.larger, 30, name=lambda x: x[0]):
+        if run.cuda:
+            free_memory()  # of the model before
         budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
         chosen = {}
         for level in (2, 0):

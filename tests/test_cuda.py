@@ -214,6 +214,7 @@ def test_the_master_in_16_bits_gives_the_bits_of_an_fp32_master(forms):
 @gpu
 @pytest.mark.parametrize("forms", [
     {"master": "bits16", "optimizer_state": "bf16"}, {"master": "none"}, {"grad_dtype": "fp32"}, {"offload_residual": True},
+    {"precision": "fp32"}, {"attention": "efficient"},
 ])  # fmt: skip
 def test_allocated_memory_is_the_plan_in_every_form(forms):
     peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=5, device="cuda", **forms))

@@ -435,6 +435,18 @@ def test_arenas_are_the_parameters_times_their_bytes():
     assert plan.total_bytes == sum(plan.arenas.values()) + plan.library_bytes
 
 
+@pytest.mark.parametrize("name, T, wants, library", [
+    ("d12", 64, {"precision": "fp32"}, 3 * 64 * 768 * 4 + 64 * 768 * 4 + 2 * 64 * 12 * 4),
+    ("d12", 1000, {"attention": "efficient"}, 3 * 1000 * 768 * 2 + 1000 * 12 * 4 + 1024 * 768 * 4),
+    ("d12", 1024, {}, 3 * 1024 * 768 * 2 + 1024 * 12 * 4 + 11 * 1024 * 768 * 4),  # 132 parts of the card for 12 heads
+    ("gpt3:c2560", 1000, {}, 3 * 1000 * 2560 * 2 + 1024 * 32 * 4 + 5 * 1024 * 32 * 96 * 4),  # heads of 80 channels
+])  # fmt: skip
+def test_attention_s_own_memory_on_a_card_is_in_whole_tiles(name, T, wants, library):
+    """Backward's, of one sequence: dq, dk and dv, row sums, and a sum of dq in fp32, which flash has several of."""
+    wants = {"precision": "bf16"} | wants
+    assert Plan(PlanOptions(config_from_descriptor(name), 1, T, device="cuda", processors=132, **wants)).library_bytes == library
+
+
 @pytest.mark.parametrize("rows, wish, want", [(4096, 0, 1024), (1025, 0, 1024), (1, 0, 1), (100, 7, 7), (100, 1000, 100)])
 def test_head_chunk_is_the_wish_or_the_tuning_and_never_more_than_the_rows(rows, wish, want):
     assert head_chunk_rows(PlanOptions(D12, 1, rows, head_chunk=wish, device="cpu")) == want

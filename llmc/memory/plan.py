@@ -282,20 +282,24 @@ class Plan:
 
     @property
     def library_bytes(self) -> int:
-        """What a card's attention returns in memory of its own, o and lse forward, dq, dk and dv backward; freed at once."""
+        """What a card's attention takes in memory of its own, o and lse forward, more backward; freed at once.
+
+        Backward that is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; of torch 2.11.
+        """
         o = self.options
         if o.attention_kind == "cpu":
             return 0
         sizes = plan_sizes(o)
-        heads, BTk = sizes["h"], o.B * o.T * sizes["k"]
-        gradients = 3 * BTk * DTYPE_BYTES[o.precision] + 4 * o.B * o.T * heads
+        heads, HS = o.B * sizes["h"], sizes["HS"]
+        gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
+        if o.attention_kind == "flash":  # sums dq deterministically: in one copy for every part of the card that works on a head
+            tiles = 4 * heads * _whole(o.T, 128)
+            return gradients + tiles + tiles * _whole(HS, 32) * -(-o.processors // heads)
         if o.attention_kind == "cudnn":
-            gradients += 4 * BTk  # dq summed in fp32; a guess, as its workspace is not documented
-        if o.attention_kind == "flash":
-            # it sums dq in fp32, deterministically in one copy for every part of the card that works on a head
-            copies = -(-o.processors // (o.B * heads))
-            gradients += 4 * BTk * copies
-        return gradients
+            return gradients + row_sums + dq  # a guess, as its workspace is not documented
+        if o.precision == "fp32":  # sums dq in place, but makes tensors of do * o, its row sums, and these transposed
+            return gradients + dq + 2 * row_sums
+        return gradients + row_sums + 4 * heads * _whole(o.T, 128) * _whole(HS, 64)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -305,24 +309,31 @@ class Plan:
     def largest_batch(self, budget_bytes: int) -> int:
         """The largest B whose whole plan fits in `budget_bytes`; 0 if not even one sequence does.
 
-        Memory grows with B but for small dips: placement is greedy, and the fewer heads there are the more copies of dq attention
-        makes. So a few B beyond the first that does not fit are tried too.
+        Memory grows with B but for dips: placement is greedy, and the fewer heads there are the more copies of dq attention makes. So
+        some B beyond the first that does not fit are tried too, and where one fits it goes on from there.
         """
 
         def fits(B):
             return Plan(replace(self.options, B=B)).total_bytes <= budget_bytes
 
+        def reached_from(low):
+            """A B at or beyond one that fits, which fits while the next one does not."""
+            step = 1
+            while fits(low + step):
+                low, step = low + step, 2 * step
+            high = low + step
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fits(middle) else (low, middle)
+            return low
+
         if not fits(1):
             return 0
-        low, high = 1, 2  # low fits, high is not known to
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        heads = plan_sizes(self.options)["h"]
-        beyond = range(low + 1, max(low + 9, self.options.processors // heads + 2))
-        return max((B for B in beyond if fits(B)), default=low)
+        heads, further = plan_sizes(self.options)["h"], 1
+        while further:
+            low = reached_from(further)
+            further = max(filter(fits, range(low + 1, max(low + 9, self.options.processors // heads + 2))), default=0)
+        return low
 
 
 ARENA_PARTS = {
@@ -398,8 +409,13 @@ def update_room(options: PlanOptions) -> int:
     C, Vp = options.config.channels, options.config.padded_vocab_size
     biggest = max(Vp * C, 4 * C * C) // options.tensor_parallel
     at_once = CHECKPOINT_ELEMENTS if options.fused else TUNING[options.device].update_elements
-    room = min(at_once, -(-biggest // ROUNDING_BLOCK) * ROUNDING_BLOCK)
-    return max(room, -(-4 * C // ROUNDING_BLOCK) * ROUNDING_BLOCK)
+    room = min(at_once, _whole(biggest, ROUNDING_BLOCK))
+    return max(room, _whole(4 * C, ROUNDING_BLOCK))
+
+
+def _whole(n: int, unit: int) -> int:
+    """n, or the next multiple of a unit."""
+    return -(-n // unit) * unit
 
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
@@ -410,7 +426,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
     return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | {
-        "Tp": -(-o.T // lse_multiple) * lse_multiple,
+        "Tp": _whole(o.T, lse_multiple),
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
@@ -471,7 +487,7 @@ def attention_workers(o: PlanOptions) -> int:
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
     """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks, We forms of weights, of which bf16 has one more."""
-    tokens, channels = (-(-n // ATTENTION_BLOCK) * ATTENTION_BLOCK for n in (o.T, o.config.head_size))
+    tokens, channels = (_whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
     return {"Tb": tokens, "Hb": channels, "We": 2 if o.precision == "fp32" else 3}
 
 
@@ -672,12 +688,8 @@ def norm_partials(o: PlanOptions) -> int:
     return -(-(o.num_parameters // (o.ranks if o.shares else 1)) // TUNING[o.device].update_elements)
 
 
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def _extent(tensors) -> int:
-    return max(_aligned(t.offset + t.nbytes) for t in tensors)
+    return max(_whole(t.offset + t.nbytes, ALIGNMENT) for t in tensors)
 
 
 def _place(tensors, stages):
@@ -693,6 +705,6 @@ def _place(tensors, stages):
         for other in sorted((p for p in placed if meet(tensor, p)), key=lambda p: p.offset):
             if offset + tensor.nbytes <= other.offset:
                 break
-            offset = max(offset, _aligned(other.offset + other.nbytes))
+            offset = max(offset, _whole(other.offset + other.nbytes, ALIGNMENT))
         placed.append(replace(tensor, offset=offset))
     return placed
