@@ -13,7 +13,6 @@ several ranks llmc/distributed/: place, rendezvous, watch
 host side     llmc/: data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
 """
 
-import errno
 import io
 import os
 import shutil
@@ -35,7 +34,7 @@ from llmc.config import ModelConfig
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
 )  # fmt: skip
-from llmc.errors import NotEnoughMemory, RankLost, UserError, is_out_of_memory
+from llmc.errors import NotEnoughMemory, RankLost, UserError, code_of_lost_output, is_out_of_memory
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.interrupt import StopRequest
@@ -59,7 +58,6 @@ from llmc.schedulers import learning_rate
 LESS_AFTER_FAILURE = 0.9  # of a plan that should have fitted and did not
 BATCHES_HEARD = {"cpu": 1, "cuda": 8}  # of an evaluation: how often ranks ask who heard a signal, for which a GPU's host waits
 SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
-LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
 
 
 def main(argv=None) -> int:
@@ -99,12 +97,7 @@ def main(argv=None) -> int:
         print(f"error: {error.name} is not installed for {sys.executable}; {advice}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename or error.errno not in LOST_OUTPUT:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
-        if error.errno != errno.EPIPE:
-            print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
-        return 1
+        return code_of_lost_output(error)
 
 
 # ----------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The exceptions that are meant for the person at the shell, and how a script ends with one."""
 
+import errno
+import os
 import sys
 
 
@@ -51,13 +53,31 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
+LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
+
+
+def code_of_lost_output(error: OSError) -> int:
+    """The exit code where print failed, with a sentence unless who read has had enough. Raises `error` again if that is not what it is."""
+    if error.filename or error.errno not in LOST_OUTPUT:
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+    if error.errno != errno.EPIPE:
+        print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
+    return 1
+
+
 def run_script(main, on_interrupt: str = "interrupted") -> None:
     """Call main() as a program: a UserError is one line on stderr and exit code 2, Ctrl-C `on_interrupt` and 130."""
     try:
-        main()
+        try:
+            main()
+        finally:
+            print(end="", flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(on_interrupt, file=sys.stderr)
         sys.exit(130)
+    except OSError as error:
+        sys.exit(code_of_lost_output(error))

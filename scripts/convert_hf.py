@@ -146,7 +146,10 @@ def open_tensors(folder: Path) -> dict:
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if not (folder / files[0]).exists() and index.exists():
-        files = sorted(set(read_json(index).get("weight_map", {}).values()))
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+            raise UserError(f'{index} has no "weight_map" of tensors to files; download it again')
+        files = sorted(set(named.values()))
     tensors = {}
     for file in files:
         if not (folder / file).is_file():

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -147,13 +148,13 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
     suffixes, files = tuple(suffixes), []
     for path in given:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
+            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
             if not found:
                 raise UserError(f"--input {path}: no {' or '.join(suffixes)} file in this folder; check the path")
             files += found
         elif not path.exists():
             raise UserError(f"--input {path}: no such file or folder; check the path")
-        elif not path.name.endswith(suffixes):
+        elif path.suffix not in suffixes:
             raise UserError(f"--input {path}: expected a {' or '.join(suffixes)} file; convert it, or give another")
         else:
             files.append(path)
@@ -164,20 +165,25 @@ def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[str]:
     """The documents of text, .jsonl and .parquet files, one file after the other; `field` is where JSON or a table keeps the text."""
     readers = dict.fromkeys(TEXT_SUFFIXES, _txt_documents) | {".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
     for path in files:
-        try:
+        with read_or_refused(path):
             yield from readers[path.suffix](path, field)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}); convert it") from error
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+
+
+@contextmanager
+def read_or_refused(path: Path):
+    """Reading a file in here raises UserError where that cannot be done, or where it is no UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}); convert it") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
 
 
 def read_text(path: Path) -> str:
     """All of a text file; bytes that are not UTF-8 become U+FFFD. Raises UserError if it cannot be read."""
-    try:
+    with read_or_refused(path):
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
 
 
 def _txt_documents(path: Path, field: str) -> Iterator[str]:
@@ -208,8 +214,8 @@ def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
-    """("file:line", value) of every line that is not blank. Raises UserError for one that is not JSON."""
-    with open(path, encoding="utf-8") as file:
+    """("file:line", value) of every line that is not blank. Raises UserError for one that is not JSON, or a file that cannot be read."""
+    with read_or_refused(path), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

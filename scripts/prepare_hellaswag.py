@@ -24,6 +24,8 @@ def render(record, place: str, encoder: Encoder) -> Example:
     """The tokens of one line of the .jsonl; `place` says which, for UserError."""
     context = prepare.text_field(record, "ctx", place)
     label, endings = record.get("label"), record.get("endings")
+    if not context:
+        raise UserError(f'{place}: field "ctx" is empty; mend or remove this line')
     if not isinstance(endings, list) or len(endings) != NUM_COMPLETIONS or not all(isinstance(e, str) for e in endings):
         raise UserError(f'{place}: expected "endings", a list of {NUM_COMPLETIONS} texts; mend or remove this line')
     if label not in range(NUM_COMPLETIONS):

@@ -7,12 +7,14 @@ llm.c's (dev/data/tinystories.py), in a fixed order where that takes them as its
 TinyStories_all_data.tar.gz or the folder of its *.json files. To make a long run resumable give --shard-tokens 100000000.
 """
 
+import gzip
 import json
 import os
 import random
 import shutil
 import sys
 import tarfile
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,11 +25,16 @@ from llmc.errors import UserError, run_script, full_disk_or_denied
 from scripts import prepare
 
 URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
+SOURCE = ".source"  # beside what was unpacked: which archive that came from
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """The *.json files of `archive` in `folder`, whatever folders they had inside; `folder` appears when all are out."""
-    if folder.exists():
+    """The *.json files of `archive` in `folder`, whatever folders they had inside; `folder` appears when all are out.
+
+    A folder that holds what came out of another archive is made anew; one that somebody made by hand is taken as it is.
+    """
+    source, noted = prepare.fingerprint(prepare.file_facts([archive])), folder / SOURCE
+    if folder.exists() and (not noted.exists() or noted.read_text() == source):
         print(f"found {folder}, not unpacking again")
         return folder
     part = folder.with_name(folder.name + ".part")
@@ -39,10 +46,14 @@ def unpack(archive: Path, folder: Path) -> Path:
                 if member.isfile() and member.name.endswith(".json"):
                     with open(part / Path(member.name).name, "wb") as file:  # the last name only: a path in an archive may lead anywhere
                         shutil.copyfileobj(tar.extractfile(member), file)
-    except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"{archive} is not a whole .tar.gz ({error}); download it again") from error
+            while tar.fileobj.read(1 << 20):  # to the checksum at its end
+                pass
+        (part / SOURCE).write_text(source)
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{archive} is not a whole .tar.gz ({' '.join(str(error).split())}); download it again") from error
     except OSError as error:
         raise full_disk_or_denied(error, folder, "unpacking") from error
+    shutil.rmtree(folder, ignore_errors=True)
     os.rename(part, folder)
     return folder
 

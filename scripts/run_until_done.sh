@@ -9,6 +9,10 @@
 set -u
 cd "$(dirname "$0")/.." || exit
 
+if [ $# -lt 2 ]; then
+    echo "usage: run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE..." >&2
+    exit 2
+fi
 log_dir=$1 last_step=$2
 shift 2
 max_tries=${MAX_TRIES:-5}

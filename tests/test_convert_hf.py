@@ -212,6 +212,9 @@ def test_weights_this_trainer_cannot_hold_are_refused_by_name(folder):
     refused(folder, str(path), "damaged")
     path.unlink()
     refused(folder, str(path), "does not exist", "save_pretrained")
+    for index in ("{}", '{"weight_map": [1]}', '{"weight_map": {"wte": 1}}'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        refused(folder, "model.safetensors.index.json", 'has no "weight_map"')
     (folder / "config.json").write_text("{")
     refused(folder, "config.json", "cannot be read as JSON")
     (folder / "config.json").unlink()

@@ -766,14 +766,18 @@ def test_a_disk_too_full_for_the_record_is_a_sentence_and_keeps_the_earlier_one(
 
 
 def shell(command: str, **environment) -> subprocess.CompletedProcess:
-    """A command of sh, in which $TRAIN is the program."""
-    environment = {**os.environ, "TRAIN": f"{sys.executable} {REPO}/train_gpt2.py", **environment}
+    """A command of sh, in which $TRAIN is the program and $SCRIPTS/name.py another."""
+    programs = {"TRAIN": f"{sys.executable} {REPO}/train_gpt2.py", "SCRIPTS": f"{sys.executable} {REPO}/scripts"}
+    environment = {**os.environ, **programs, **environment}
     return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60, errors="surrogateescape")
 
 
 STREAMS = {  # command -> exit code of the program, what stderr holds
     "help into a pipe nobody reads": ("$TRAIN --help | true; echo ${PIPESTATUS[0]}", 1, ""),
     "help into a full disk": ("$TRAIN --help > /dev/full; echo $?", 1, "error: printing failed: No space left on device"),
+    "a script's help into a pipe nobody reads": ("$SCRIPTS/prepare_text.py --help | true; echo ${PIPESTATUS[0]}", (0, 1), ""),
+    "a script's help into a full disk": ("$SCRIPTS/plot_log.py --help > /dev/full; echo $?", 1, "error: printing failed: No space left"),
+    "a script's error without stdout": ("exec 3>&1; $SCRIPTS/plot_log.py nothing >&- 3>&3; echo $? >&3", 2, "error: "),
     "an error without stdout": ("exec 3>&1; $TRAIN -b x >&- 3>&3; echo $? >&3", 2, "error: -b"),
     "help without stdin": ("$TRAIN --version <&- > /dev/null; echo $?", 0, ""),
     "version into a pipe nobody reads": ("$TRAIN --version | true; echo ${PIPESTATUS[0]}", (0, 1), ""),

@@ -254,6 +254,11 @@ def run_script(name, folder, body):
     return code, calls
 
 
+def test_the_loop_s_script_without_a_run_is_told_how_it_is_called():
+    done = subprocess.run(["bash", str(REPO / "scripts/run_until_done.sh"), "log"], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (2, "usage: run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...\n")
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_run_scripts_pass_flags_that_are_accepted_and_resume(name, tmp_path):
     assert run_script(name, tmp_path, "exit 2") == (2, 1)

@@ -351,6 +351,40 @@ def test_tinystories_first_file_is_validation_and_files_are_shuffled_as_llmc_s(t
         assert text_of(tmp_path / out / "TinyStories_train.bin") == expected[9:]
 
 
+def stories_of(name, tmp_path):
+    """An archive of two files, whose stories say its name."""
+    for i in range(2):
+        (tmp_path / f"{name}{i}.json").write_text(json.dumps([{"story": f"{name} {i} {j}"} for j in range(40)]))
+    archive = tmp_path / f"{name}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for i in range(2):
+            tar.add(tmp_path / f"{name}{i}.json", f"all/{name}{i}.json")
+    return archive
+
+
+def test_another_archive_of_tinystories_is_not_taken_for_the_one_before(tmp_path, capsys):
+    """The same one is not unpacked again; what came out of another goes, but what was put there by hand is taken."""
+    unpacked, archives = tmp_path / "unpacked", {name: stories_of(name, tmp_path) for name in "ab"}
+    for name in "aabb":
+        prepare_tinystories.unpack(archives[name], unpacked)
+        assert {path.name for path in unpacked.glob("*.json")} == {f"{name}0.json", f"{name}1.json"}
+    assert capsys.readouterr().out == f"found {unpacked}, not unpacking again\n" * 2
+    (unpacked / prepare_tinystories.SOURCE).unlink()
+    assert (prepare_tinystories.unpack(archives["a"], unpacked) / "b0.json").exists()
+
+
+@pytest.mark.parametrize("damage", ["empty", "no archive", "cut", "checksum"])
+def test_a_damaged_archive_of_tinystories_is_one_sentence_and_leaves_what_was_there(tmp_path, damage):
+    archive, before = stories_of("a", tmp_path), stories_of("b", tmp_path)
+    unpacked = prepare_tinystories.unpack(before, tmp_path / "unpacked")
+    content = archive.read_bytes()
+    damaged = {"empty": b"", "no archive": b"x" * 2000, "cut": content[:-40], "checksum": content[:-8] + b"1234" + content[-4:]}
+    archive.write_bytes(damaged[damage])
+    with pytest.raises(UserError, match=r"a.tar.gz is not a whole .tar.gz \([^\n]*\); download it again$"):
+        prepare_tinystories.unpack(archive, unpacked)
+    assert (unpacked / "b0.json").exists()
+
+
 def test_fineweb_downloads_in_turn_and_its_first_shard_is_validation(tmp_path, monkeypatch):
     """The site is a folder here; then the same files given by hand continue nothing, as all is done."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -399,6 +433,7 @@ def test_hellaswag_is_rendered_as_llmc_s(tmp_path, shared, monkeypatch):
         ({"label": None}, 'h.jsonl:1: "label" is None, expected a number from 0 to 3; the test split has none'),
         ({"endings": ["a"]}, 'h.jsonl:1: expected "endings", a list of 4 texts'),
         ({"ctx": 7}, 'h.jsonl:1: field "ctx" holds a int'),
+        ({"ctx": ""}, 'h.jsonl:1: field "ctx" is empty; mend or remove this line'),
     ],
 )
 def test_a_bad_question_is_named(tmp_path, change, message):
@@ -406,3 +441,15 @@ def test_a_bad_question_is_named(tmp_path, change, message):
     (tmp_path / "h.jsonl").write_text(json.dumps(line))
     with pytest.raises(UserError, match=message):
         prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
+
+
+def test_questions_that_are_not_utf_8_are_refused(tmp_path):
+    (tmp_path / "h.jsonl").write_bytes(b'{"ctx": "caf\xe9"}')
+    with pytest.raises(UserError, match="h.jsonl is not UTF-8 text"):
+        prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
+
+
+def test_a_hidden_file_named_like_a_suffix_is_none_of_the_text_files(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".md").write_text("b")
+    assert prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES) == [tmp_path / "a.txt"]
