@@ -565,11 +565,11 @@ PACKS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 9, 768, 12), (6, 100, 12, 2)]  # B, T,
 @partial_sums
 @accumulates
 def test_packed_gradients_have_torch_s_bits_and_their_sum_is_the_bias_s(kernels, B, T, C, NH, dtype, grad_dtype, P, accumulate):
-    """From gradients laid out as a kernel likes, (B, NH, T, HS) or (B, T, NH, HS)."""
-    for strided in (False, True):
-        shape = (B, T, NH, C // NH) if strided else (B, NH, T, C // NH)
-        gradients = [noise(*shape, dtype=dtype, seed=i) for i in range(3)]
-        gradients = [g.transpose(1, 2) for g in gradients] if strided else gradients
+    """From gradients laid out as a kernel likes, (B, NH, T, HS) or (B, T, NH, HS), also all three side by side."""
+    by_heads = [noise(B, NH, T, C // NH, dtype=dtype, seed=i) for i in range(3)]
+    by_rows = [noise(B, T, NH, C // NH, dtype=dtype, seed=i).transpose(1, 2) for i in range(3)]
+    one = torch.stack([g.transpose(1, 2) for g in by_rows], 2)
+    for gradients in (by_heads, by_rows, [g.transpose(1, 2) for g in one.unbind(2)]):
         before, dbias = started(3 * C, grad_dtype, accumulate)
         kept = [g.clone() for g in gradients]
         dqkvr, want = unwritten(B, T, 3 * C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype)

@@ -31,7 +31,7 @@ def pack_gradients(dqkvr, dbias, gradients, NH, scratch, *, accumulate):
     """Scratch: column_partials (P, >= 3C) fp32. A gradient whose memory is not laid out as (B, T, C) is copied first."""
     B, T, C3 = dqkvr.shape
     C = C3 // 3
-    dq, dk, dv = (g.transpose(1, 2).reshape(B * T, C) for g in gradients)
+    dq, dk, dv = (g.transpose(1, 2).reshape(B * T, C).contiguous() for g in gradients)
     partials, blocks = scratch["column_partials"], cdiv(C, TILE_COLUMNS)
     door.launch(
         _pack_gradients, (len(partials), 3 * blocks), dqkvr, partials, dq, dk, dv, B * T, cdiv(B * T, len(partials)), C, partials.shape[1],
