@@ -20,7 +20,7 @@ data   := dev/data/stdlib
 demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 350 -g 256
 
 # tests that start ranks, or are about nothing else
-ranks  := async_checkpoint failure parts_program place ranks remainder rendezvous tensor_parallel traffic watch zero
+ranks  := async_checkpoint failure group parts_program place ranks remainder rendezvous tensor_parallel traffic watch zero
 
 .PHONY: train test test-dist test-gpu gpu-check bench clean
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llmc.config import ModelConfig
+from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
 from llmc.gpt2 import GPT2
@@ -257,7 +258,7 @@ def meet(rank, store):
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     store = dist.FileStore(store, MOST_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=MOST_RANKS, timeout=timedelta(seconds=LONGEST_S))
+    dist.init_process_group(register_gloo(), store=store, rank=rank, world_size=MOST_RANKS, timeout=timedelta(seconds=LONGEST_S))
 
 
 def answer(pipe, rank, work):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group, split_world
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, Undivided
@@ -38,7 +39,7 @@ class Counting(Group):
 def main(rank: int, size: int, store: str, cases: str):
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(register_gloo(), store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60))
     worlds = {parts: split_world(rank, size, parts) for parts in (1, 2, 4) if parts <= size}
     seen = [sent_by(o, micro_steps, *worlds[o.tensor_parallel]) for o, micro_steps in pickle.loads(Path(cases).read_bytes())]
     everybody = [None] * size

@@ -1,12 +1,15 @@
-"""Collectives: what their handles hold while they run."""
+"""Collectives: what their handles hold while they run, and how gloo runs them."""
 
 import gc
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Group
 
 
@@ -14,7 +17,7 @@ from llmc.distributed.group import Group
 @pytest.mark.parametrize("given", [False, True], ids=["shares in place", "shares apart"])
 @pytest.mark.parametrize("kind", ["sum_shares", "gather_shares"])
 def test_a_collective_s_tensors_live_until_it_was_waited_for(kind, given, n, monkeypatch):
-    """Shares are views that the call makes; where they go while a thread of gloo's reads them, torch may crash."""
+    """Shares are views that the call makes; giving them up while gloo's thread reads them is a race within torch."""
     seen, waited = [], []
     work = SimpleNamespace(wait=lambda: waited.append(all(tensor() is not None for tensor in seen)))
 
@@ -34,13 +37,43 @@ def test_a_collective_s_tensors_live_until_it_was_waited_for(kind, given, n, mon
 
     for name in ("reduce_scatter", "all_gather"):
         monkeypatch.setattr(f"llmc.distributed.group.{name}", collective)
+    monkeypatch.setattr("llmc.distributed.group.dist.all_reduce", collective)
     monkeypatch.setattr("llmc.distributed.group.dist._coalescing_manager", Coalescing)
     flat = torch.zeros(64)
     tensors = [flat[i * 8 : i * 8 + 8] for i in range(n)]
     running = getattr(Group(1, 2, object()), kind)(tensors, [flat[40 + i * 4 : 44 + i * 4] for i in range(n)] if given else None)
     del tensors
     gc.collect()
-    assert len(seen) == 2 * n and all(tensor() is not None for tensor in seen)
+    summed_whole = kind == "sum_shares" and not given  # of which no shares are made
+    assert len(seen) == (n if summed_whole else 2 * n) and all(tensor() is not None for tensor in seen)
     running.wait()
     gc.collect()
     assert waited == [True] and all(tensor() is None for tensor in seen)
+
+
+TIMEOUT = timedelta(seconds=70)
+
+
+def connect():
+    """Be the only rank of a world."""
+    dist.init_process_group(register_gloo(), store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("interface", [None, "lo"])
+def test_a_group_has_one_worker_of_gloo_s_and_no_more(interface, monkeypatch):
+    """Torch's two free one string twice (llmc.distributed.gloo). The groups that are made later are no different."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    connect()
+    try:
+        options = [group._get_backend(torch.device("cpu")).options for group in (dist.group.WORLD, dist.new_group([0]))]
+        assert [o._threads for o in options] == [1, 1] and options[0]._timeout == TIMEOUT
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_interface_that_is_not_there_is_gloo_s_own_error(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        connect()

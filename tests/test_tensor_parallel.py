@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("numba", reason="no numba here, and torch's operators take no part of the tokens", exc_type=ImportError)
 
 import parts_model
+from allocations import largest_allocation
 from oracle import assert_as_good_as_eager, logits_of, loss_and_gradients
 from parts_model import CONFIG, T, batch, build, case, whole
 from ranks_model import Ranks, raw
@@ -190,31 +191,23 @@ def test_what_one_setting_keeps_more_than_the_other_is_the_other_parts_rows(rank
             assert keeps.total_bytes - gathers.total_bytes == more
 
 
-def largest_allocation(case, rank, world_of):
-    """(bytes, operator) of the largest tensor beside the arenas while a step, an evaluation and a sample run. What gloo allocates, a copy
-    of all it is given and in threads of its own, is not counted; NCCL needs none."""
+def allocating(case, rank, world_of):
+    """The largest tensor beside the arenas while a step, an evaluation and a sample run."""
     model = build(case, rank, world_of)
 
-    def step():
+    def run():
         model.train(*parts_model.own(case, rank, 0))
         model.update(1e-3, 0.1, 1, model.grad_norm())
         model.token_losses(*parts_model.own(case, rank, 1))
         model.next_logits(1, 0)
 
-    def is_ours(event):
-        return event is None or not event.name.startswith("c10d::") and is_ours(event.cpu_parent)
-
-    step()
-    with torch.profiler.profile(profile_memory=True) as profiled, torch.profiler.record_function("here"):
-        step()
-    (here,) = (event.thread for event in profiled.events() if event.name == "here")
-    return max((e.self_cpu_memory_usage, e.name) for e in profiled.events() if e.thread == here and is_ours(e))
+    return largest_allocation(run)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_nothing_as_large_as_a_share_of_the_stream_lives_beside_the_arenas(ranks, keep):
     """Masks and sums of a few bytes a token do; the stream has C numbers a token."""
-    run = case(2, 2, keep=keep, config=replace(CONFIG, channels=128), B=4, instead=largest_allocation)
+    run = case(2, 2, keep=keep, config=replace(CONFIG, channels=128), B=4, instead=allocating)
     (seen,) = ranks.run(run)
     for n_bytes, name in seen:
         assert n_bytes <= 8 * 4 * T < 4 * T * 128 * 4 / 2, name

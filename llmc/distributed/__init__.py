@@ -132,6 +132,7 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
         return
     import torch
 
+    from llmc.distributed.gloo import register_gloo
     from llmc.distributed.network import interface_for_gloo
     from llmc.distributed.rendezvous import first_line
 
@@ -146,7 +147,7 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
     watch.progress("connecting")
     try:
         torch.distributed.init_process_group(
-            "nccl" if device_kind == "cuda" else "gloo", store=meeting.store, rank=world.rank, world_size=world.num_processes,
+            "nccl" if device_kind == "cuda" else register_gloo(), store=meeting.store, rank=world.rank, world_size=world.num_processes,
             timeout=timedelta(seconds=timeout_s),
             device_id=torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else None,
         )  # fmt: skip

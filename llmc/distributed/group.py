@@ -33,8 +33,8 @@ class Done:
 class Running:
     """The handle of a collective that runs beside what follows, and keeps its tensors for so long.
 
-    Gloo's threads work on views that nobody else holds, and Python giving one of them up meanwhile is a race within torch
-    (https://github.com/pytorch/pytorch/issues/75529), which can take the process down.
+    Python giving up a view that nobody else holds, while gloo's thread works on it, is a race within torch
+    (https://github.com/pytorch/pytorch/issues/75529).
     """
 
     def __init__(self, work, tensors):
@@ -66,6 +66,8 @@ class Group:
     def sum_shares(self, tensors, shares=None):
         """This rank's share of each tensor, in its place or given apart, becomes the sum of all ranks' in that place; the tensors are
         left undefined elsewhere."""
+        if shares is None and tensors and tensors[0].device.type == "cpu":  # gloo sums whole tensors anyway: a copy of each, one by one
+            return self._each("reduce-scatter", dist.all_reduce, [(t,) for t in tensors], tensors)
         shares = [self.share(t) for t in tensors] if shares is None else shares
         return self._each("reduce-scatter", reduce_scatter, list(zip(shares, tensors)), tensors)
 
