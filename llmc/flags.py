@@ -75,7 +75,7 @@ GROUPS = {
              at_least=0, also=(-1,)),
         Flag(("-n",), "checkpoint-every", int, 0, "STEPS", f"write a checkpoint this often and at the end; {NEVER}",
              at_least=0, also=(-1,)),
-        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep only the newest checkpoints; 0 keeps all", at_least=0),
+        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "of -n's checkpoints keep only the newest; 0 keeps all", at_least=0),
         Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
              at_least=0),
         Flag((), "async-checkpoint", int, 0, "0|1", "write checkpoints beside training, which waits only until they are copied into host "
