@@ -26,6 +26,7 @@ from test_resume import steps_in
 
 KILLS = 5  # of each run
 LAST = 72
+FIRST_WORDS = "| Parameter "  # of each try
 APART = LAST // (KILLS + 1)  # steps between kills at most, so that none comes after the end
 RUN = f"--device cpu --threads 1 -t 32 -l 3e-3 -x {LAST} -n 3 -nk 2 -v 7 -m 1 -s 0 -y 1"
 RUNS = {
@@ -47,7 +48,7 @@ class Moments:
         """(rank, the words to wait for, how many seconds more)."""
         whom = self.chance.randrange(self.ranks)
         if self.chance.random() < 0.25:
-            return whom, "| Parameter ", self.chance.uniform(0, 0.5)
+            return whom, FIRST_WORDS, self.chance.uniform(0, 0.5)
         step = max(steps_in(folder), default=0) + self.chance.randint(1, APART - 3)
         return whom, f"step {step:4d}/{LAST}", self.chance.uniform(0, 0.1)
 
@@ -70,7 +71,7 @@ def killed_by_flags(folder: Path, argv, n: int, moments: Moments) -> list[str]:
         assert [rank.code for rank in ended] == [KILLED if rank == whom else 4 for rank in range(n)], (whom, words, ended)
         errors = [rank.err for rank in ended if rank.err]
         assert len(errors) == 1 and re.fullmatch(rf"error: rank {whom} of {n} \(host \S+, process \d+\) is gone: .*\n", errors[0]), errors
-        assert resumed == 0 or f"resuming at step {resumed}" in ended[0].out or words.startswith("|"), ended[0].out
+        assert resumed == 0 or f"resuming at step {resumed}" in ended[0].out or words == FIRST_WORDS, ended[0].out
         said.append(f"{number}: rank {whom}, {words}, at {max(steps_in(folder), default=0)}: {errors[0]}")
     assert max(steps_in(folder), default=0) < LAST
     ran(n, folder.parent / f"{folder.name}_ranks", *argv, "-o", folder)
@@ -86,6 +87,7 @@ def killed_by_launcher(folder: Path, command, n: int, moments: Moments, **variab
         )
     try:
         for number in range(KILLS):
+            await_words(process, out, number, FIRST_WORDS)  # until then a rank that was left may complete a checkpoint
             whom, words, more = moments.draw(folder)
             await_words(process, out, number, words)
             time.sleep(more)
@@ -97,14 +99,14 @@ def killed_by_launcher(folder: Path, command, n: int, moments: Moments, **variab
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert out.read_text().count("| Parameter ") == KILLS + 1, "every kill was of another try"
+    assert out.read_text().count(FIRST_WORDS) == KILLS + 1, "every kill was of another try"
     return said
 
 
 def await_words(process, out: Path, number: int, words: str):
     """Until try `number` has printed them."""
     deadline = time.monotonic() + LONGEST_S
-    while words not in "".join(re.split(r"(?=\| Parameter )", out.read_text())[number + 1 : number + 2]):
+    while words not in "".join(re.split(f"(?={re.escape(FIRST_WORDS)})", out.read_text())[number + 1 : number + 2]):
         assert time.monotonic() < deadline and process.poll() is None, f"{words} of try {number}: {out.read_text()}"
         time.sleep(0.01)
 
