@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM, as a question the loop asks between steps: should we stop?"""
 
+import os
 import signal
-from contextlib import suppress
 
 
 class StopRequest:
@@ -23,5 +23,8 @@ class StopRequest:
         self.agreed |= self._alone
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        with suppress(RuntimeError):  # the signal landed inside another print
-            print(f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once", flush=True)
+        words = f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once"
+        try:
+            print(words, flush=True)
+        except RuntimeError:  # the signal landed inside another print, which has the buffer
+            os.write(1, f"{words}\n".encode())

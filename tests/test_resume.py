@@ -5,7 +5,9 @@ and peaks, which differ from run to run: of the first the steps are compared, th
 """
 
 import fcntl
+import io
 import json
+import os
 import random
 import re
 import shutil
@@ -24,6 +26,7 @@ from case_a import CONFIG, write_case_a
 from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
+from llmc.interrupt import StopRequest
 from llmc.memory.tables import num_parameters
 
 N = num_parameters(CONFIG)
@@ -416,6 +419,29 @@ def test_a_signal_at_any_moment_stops_cleanly_and_the_run_goes_on(case, tmp_path
     assert len(re.findall("trl", (tmp_path / "main.log").read_text())) == done and timed_steps(tmp_path) == list(range(done))
     ran(*argv, "-y 1")
     assert_same_end(tmp_path, reference(case, 1000), 60)
+
+
+class Interrupted(io.RawIOBase):
+    """A stream, and whoever writes to it gets a SIGTERM meanwhile."""
+
+    def writable(self):
+        return True
+
+    def write(self, content):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return len(content)
+
+
+def test_a_signal_inside_a_print_is_answered_all_the_same(monkeypatch, capfd):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    stop = StopRequest()
+    try:
+        print("step", flush=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more to stop at once\n"
 
 
 def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path):
