@@ -5,8 +5,9 @@
     python scripts/bench.py --sweep                                d6 and d12, from 256 to 4096 tokens a step, as a table
     python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each as a process of its own
 
-Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share of this machine's matmul
-rate, measured in the same run, the step's matmuls come to.
+Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share a step comes to of this machine's
+matmul rate, the best of a large matmul's in the tenth of a second before the step. A step's FLOPs are those of its matmuls and of
+attention's products, of which the causal half counts, each once, as in llm.c's MFU.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from llmc.kernels import other_matmuls
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan
+from llmc.mfu import flops_per_token
 from llmc.request import check_graphs, plan_options, settle_kernels_of
 from scripts.bench_pytorch import PyTorchTrainer
 
@@ -102,17 +104,18 @@ def random_batch(args, config):
 
 
 def compare_time(args, backend, precision):
-    measured = measure_time(args, backend, precision)
-    ours, pytorch, peak, flops, ratios = (measured[key] for key in ("ours", "pytorch", "peak", "flops", "ratios"))
+    m = measure_time(args, backend, precision)
+    ours, pytorch, peak, flops, ratios = m["ours"], m["pytorch"], m["peak"], m["flops"], m["ratios"]
     tokens = args.batch_size * args.sequence_length
     print(f"{precision}: ours {ours * 1e3:.0f} ms, pytorch{' autocast' if precision == 'bf16' else ''} {pytorch * 1e3:.0f} ms, "
           f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), {args.steps} steps each")  # fmt: skip
-    print(f"{precision}: ours {tokens / ours:.0f} tok/s, matmuls at {flops / ours / peak:.0%} of the measured {peak / 1e12:.2f} TFLOP/s "
-          f"(floor {flops / peak * 1e3:.0f} ms); pytorch {tokens / pytorch:.0f} tok/s, {flops / pytorch / peak:.0%}")  # fmt: skip
+    print(f"{precision}: ours {tokens / ours:.0f} tok/s, {m['ours_share']:.0%} of the measured {peak / 1e12:.2f} TFLOP/s "
+          f"(floor {flops / peak * 1e3:.0f} ms); pytorch {tokens / pytorch:.0f} tok/s, {m['pytorch_share']:.0%}")  # fmt: skip
 
 
 def measure_time(args, backend, precision, warmup=2) -> dict:
-    """Median seconds of each side's step, the two in turn, their ratios, FLOPs of the matmuls and the best rate seen meanwhile."""
+    """Of steps of each side, the two in turn after a large matmul's: medians of their seconds, of that matmul's FLOP/s, and of the share of
+    its rate that each step comes to; the ratios of their seconds; and a step's FLOPs."""
     config = config_from_descriptor(args.model)
     tokens = random_batch(args, config)
     on_device = torch.from_numpy(tokens).to(backend.device)
@@ -120,22 +123,25 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
         "ours": (OurTrainer(args, config, precision, backend), tokens),
         "pytorch": (PyTorchTrainer(config, precision, backend.device), on_device),
     }
-    times, peak = {name: [] for name in sides}, 0.0
+    times, peaks = {name: [] for name in sides}, []
     ours = sides["ours"][0].model.plan.options
     for round_ in range(args.steps + warmup):
-        peak = max(peak, measure_matmul_tflops(backend, ours.multiplied_in, other_matmuls(ours.matmul), seconds=0.1))
+        peaks.append(1e12 * measure_matmul_tflops(backend, ours.multiplied_in, other_matmuls(ours.matmul), seconds=0.1))
         for name, (trainer, batch) in sides.items():
             backend.synchronize()
             start = time.perf_counter()
             trainer.step(*batch)
             backend.synchronize()
-            if round_ >= warmup:
-                times[name].append(time.perf_counter() - start)
-    # matmuls only: what the peak was measured with. 6 FLOPs per weight that multiplies, forward and backward
+            times[name].append(time.perf_counter() - start)
+    times, peaks = {name: seconds[warmup:] for name, seconds in times.items()}, peaks[warmup:]
     C, L = config.channels, config.num_layers
-    flops = 6 * args.batch_size * args.sequence_length * (12 * C * C * L + config.padded_vocab_size * C)
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    return medians | {"peak": peak * 1e12, "flops": flops, "ratios": [a / b for a, b in zip(times["ours"], times["pytorch"])]}
+    in_matmuls = 12 * C * C * L + config.padded_vocab_size * C  # the weights that multiply
+    flops = args.batch_size * args.sequence_length * flops_per_token(in_matmuls, L, C, args.sequence_length)
+    return {
+        **{name: statistics.median(seconds) for name, seconds in times.items()},
+        **{f"{name}_share": statistics.median(flops / s / peak for s, peak in zip(times[name], peaks)) for name in times},
+        "peak": statistics.median(peaks), "flops": flops, "ratios": [a / b for a, b in zip(times["ours"], times["pytorch"])],
+    }  # fmt: skip
 
 
 SWEEP = [(model, B, T) for model in ("d6", "d12") for B, T in ((4, 64), (16, 64), (4, 256), (1, 1024), (4, 1024))]
@@ -149,9 +155,8 @@ def sweep(args, backend, precisions):
     for precision in precisions:
         for args.model, args.batch_size, args.sequence_length in SWEEP:
             m = measure_time(args, backend, precision)
-            share = m["flops"] / m["ours"] / m["peak"]
-            print(f"{args.model:<6} {args.batch_size:>3} {args.sequence_length:>5} {precision:<5} {m['ours'] * 1e3:>8.0f} {share:>15.0%} "
-                  f"{m['pytorch'] * 1e3:>11.0f} {statistics.median(m['ratios']):>13.3f}", flush=True)  # fmt: skip
+            print(f"{args.model:<6} {args.batch_size:>3} {args.sequence_length:>5} {precision:<5} {m['ours'] * 1e3:>8.0f} "
+                  f"{m['ours_share']:>15.0%} {m['pytorch'] * 1e3:>11.0f} {statistics.median(m['ratios']):>13.3f}", flush=True)  # fmt: skip
 
 
 def measure_host_side(args, backend, precision):
