@@ -64,9 +64,8 @@ def _adamw(
         else:
             p = load(params + at, mask)
 
-        g = load(grads + at, mask)
+        g, m, v = load(grads + at, mask), load(m_state + at, mask), load(v_state + at, mask)  # all before a division, which is a call
         g = tl.div_rn(g, tl.zeros_like(g) + divisor)
-        m, v = load(m_state + at, mask), load(v_state + at, mask)
         m = fma(tl.zeros_like(g) + M_SHARE, g - m, m)
         v = fma(g * V_SHARE, g, v * V_DECAY)
         p = p * decay + tl.div_rn(m * rate, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + v_correction) + EPS)

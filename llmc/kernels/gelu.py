@@ -42,14 +42,14 @@ def _gelu_backward(
     for i in range(0, rows_each, ROWS):
         row, mask = tile(first + i, end, column, C, ROWS)
         at = row[:, None] * C + column[None, :]
-        x = load(inp + at, mask)
+        x, dy = load(inp + at, mask), load(d_in_out + at, mask)
         y, c = _small_side(x)
         if AGAIN:
             store(out_again + at, _gelu(x, y * c), mask)
         half = 0.5 - ((y * y * THREE_B + A) * (1.0 - c) * c * y + c)
         sign = x.to(tl.uint32, bitcast=True) & 0x80000000
         slope = ((half.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True) + 0.5
-        new = slope * load(d_in_out + at, mask)
+        new = slope * dy
         store(d_in_out + at, new, mask)
         total += new
     tl.store(partials + tl.program_id(0) * stride + column, tl.sum(total, 0), mask=column < C)

@@ -66,6 +66,7 @@ def _layernorm_backward(
         at = row[:, None] * C + column[None, :]
         m, r = load(mean + row, row < end), load(rstd + row, row < end)
         dy = load(dout + at, mask)
+        old = tl.load(dresidual + at, mask=mask, other=0.0)  # here, as no load moves across a barrier, of which sums over a row have some
         x_hat = tl.where(mask, (load(inp + at, mask) - m[:, None]) * r[:, None], 0.0)
         bias_sum += dy
         weight_sum += x_hat * dy
@@ -73,7 +74,7 @@ def _layernorm_backward(
         g = dy * w[None, :]
         g_mean = _row_mean(g, C)
         gx_mean = _row_mean(g * x_hat, C)
-        new = load(dresidual + at, mask) + (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * r[:, None]
+        new = widen(old) + (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * r[:, None]
         store(dresidual + at, new, mask)
         if PROJECTION:
             proj_sum += tl.where(mask, new, 0.0)
