@@ -1,8 +1,8 @@
 """How unusual is this loss, or this gradient norm? A z-score against the last 128 values. Source: llm.c llmc/outlier_detector.h.
 
-The sums are updated, not recomputed, in the order llm.c updates them, so scores repeat it bit for bit. Two things are kinder here:
-a value whose update was skipped can be taken back out (undo), and a loss of nan or inf, which would turn the sums into nan for
-the rest of the run, never enters.
+The sums are updated, not recomputed, in the order llm.c updates them, so scores repeat it bit for bit. Three things are kinder here:
+a value whose update was skipped can be taken back out (undo); a loss of nan or inf, which would turn the sums into nan for the rest
+of the run, never enters; and after one that dwarfed all others, 100,000 times theirs, the sums are taken anew.
 """
 
 from math import isfinite, nan, sqrt
@@ -10,6 +10,7 @@ from math import isfinite, nan, sqrt
 from llmc.errors import UserError
 
 WINDOW_SIZE = 128
+DWARFS = 1e10  # a square so many times the sum of all others has taken digits from it, which subtracting it again does not give back
 
 
 class OutlierDetector:
@@ -40,6 +41,9 @@ class OutlierDetector:
         self._sum -= oldest
         self._sum_sq -= oldest * oldest
         self._window[self._index] = x
+        if not oldest * oldest <= DWARFS * self._sum_sq:
+            others = self._window[: self._index] + self._window[self._index + 1 :]
+            self._sum, self._sum_sq = sum(others), sum(y * y for y in others)
         self._add(x)
         self._index = (self._index + 1) % WINDOW_SIZE
         return self._z(x)

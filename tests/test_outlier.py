@@ -75,6 +75,15 @@ def test_a_nan_does_not_poison_the_scores_after_it():
     assert math.isnan(scores[140]) and math.isnan(scores[141]) and scores[142:] == expected[140:]
 
 
+@pytest.mark.parametrize("huge", (1e6, 1e8, 1e30, 1e200))
+def test_a_huge_value_does_not_spoil_the_scores_after_it_left(huge):
+    """In sums that are only updated its square would leave digits of rounding, more than all the others are together."""
+    xs = values()
+    _, expected = after(xs)
+    _, scores = after([huge, -huge] + xs)
+    assert scores[2 + WINDOW_SIZE :] == pytest.approx(expected[WINDOW_SIZE:], rel=1e-9)
+
+
 @pytest.mark.parametrize("constant", (0.0, 3.3, 1e8 + 0.1))
 def test_values_that_never_vary_score_zero(constant):
     _, scores = after([constant] * 300)
