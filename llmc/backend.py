@@ -226,11 +226,11 @@ def deterministic(device):
     if device.type != "cuda":
         yield
         return
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True)  # the public function imports and sets torch.compile's part too, which takes seconds
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch._C._set_deterministic_algorithms(False)
 
 
 @contextmanager

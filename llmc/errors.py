@@ -47,6 +47,11 @@ class RankLost(Exception):
         self.code, self.said_elsewhere = code, said_elsewhere
 
 
+def last_line(error: Exception) -> str:
+    """What a library says, in short; its name and arguments where it says nothing."""
+    return (str(error).strip() or repr(error)).splitlines()[-1]
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator said no: torch's of a card or of the host, or Python's."""
     signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # the last is cuBLAS's and cuDNN's
@@ -58,7 +63,7 @@ LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO} 
 
 def code_of_lost_output(error: OSError) -> int:
     """The exit code where print failed, with a sentence unless who read has had enough. Raises `error` again if that is not what it is."""
-    if error.filename or error.errno not in LOST_OUTPUT:
+    if error.filename or error.errno not in LOST_OUTPUT or _can_print():
         raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
     if error.errno != errno.EPIPE:
@@ -66,8 +71,16 @@ def code_of_lost_output(error: OSError) -> int:
     return 1
 
 
+def _can_print() -> bool:
+    try:
+        return os.write(1, b"\n") == 1
+    except OSError:
+        return False
+
+
 def run_script(main, on_interrupt: str = "interrupted") -> None:
-    """Call main() as a program: a UserError is one line on stderr and exit code 2, Ctrl-C `on_interrupt` and 130."""
+    """Call main() as a program: a UserError, or a path that cannot be used, is one line on stderr and exit code 2, Ctrl-C `on_interrupt`
+    and 130."""
     try:
         try:
             main()
@@ -80,4 +93,7 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
         print(on_interrupt, file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        sys.exit(code_of_lost_output(error))
+        if not error.filename:
+            sys.exit(code_of_lost_output(error))
+        print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
+        sys.exit(2)

@@ -37,8 +37,8 @@ class Graphs:
             return self._capture(work, self._pool)
         except Exception as error:
             reasons = list(causes(error))
-            if any(map(is_out_of_memory, reasons)):
-                raise
+            for reason in filter(is_out_of_memory, reasons):
+                raise reason  # and not the end of the capture, which only says that it is broken
             reason = (str(reasons[-1]).strip() or repr(reasons[-1])).splitlines()[0]
             raise UserError(f"the {name} cannot be captured as a CUDA graph ({reason}); use --cuda-graph 0") from error
 

@@ -26,7 +26,7 @@ import torch
 
 from llmc.backend import measure_matmul_tflops, open_backend
 from llmc.config import config_from_descriptor
-from llmc.errors import run_script
+from llmc.errors import UserError, run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs
@@ -35,15 +35,15 @@ from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan
 from llmc.mfu import flops_per_token
-from llmc.request import check_graphs, plan_options, settle_kernels_of
+from llmc.request import check_graphs, check_lengths, plan_options, settle_kernels_of
 from scripts.bench_pytorch import PyTorchTrainer
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-e", "--model", default="d12", help="model descriptor [d12]")
-    parser.add_argument("-b", "--batch-size", type=int, default=4, help="sequences [4]")
-    parser.add_argument("-t", "--sequence-length", type=int, default=64, help="tokens per sequence [64]")
+    parser.add_argument("-b", "--batch-size", type=at_least_1, default=4, help="sequences [4]")
+    parser.add_argument("-t", "--sequence-length", type=at_least_1, default=64, help="tokens per sequence [64]")
     parser.add_argument(
         "-r",
         "--recompute",
@@ -53,7 +53,7 @@ def main():
         help="recompute level [0, which stores everything, as PyTorch does]",
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both", help="[both]")
-    parser.add_argument("--steps", type=int, default=11, help="timed steps of each [11]")
+    parser.add_argument("--steps", type=at_least_1, default=11, help="timed steps of each [11]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--matmul", default="auto", help="as in train_gpt2.py [auto]")
@@ -61,6 +61,8 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="all sizes instead of -e, -b and -t, three steps of each")
     parser.add_argument("--only", choices=("ours", "pytorch"), help="run three steps of one side and print its peak memory")
     args = parser.parse_args()
+    if args.sweep and (args.memory or args.only):
+        raise UserError("--sweep compares time; leave it out with --memory and --only")
     backend = open_backend(args.device, 0, True, args.matmul)
     precisions = ("fp32", "bf16") if args.precision == "both" else (args.precision,)
     if args.sweep:
@@ -78,12 +80,20 @@ def main():
                 measure_host_side(args, backend, precision)
 
 
+def at_least_1(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
 class OurTrainer:
     """One training step of ours, bf16 with fp32 master weights, as train_gpt2.py runs it."""
 
     def __init__(self, args, config, precision, backend):
-        words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
+        words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul} -s 0"
         s, _ = settle_kernels_of(parse(words.split()), backend)
+        check_lengths(s, config)
         options = plan_options(s, config, precision, backend.kind)
         graphs = Graphs() if check_graphs(s, options) else None
         self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
@@ -204,7 +214,10 @@ def compare_memory(precision):
     for side in ("ours", "pytorch"):
         arguments = [a for a in sys.argv[1:] if a != "--memory"]
         command = [sys.executable, __file__, *arguments, "--precision", precision, "--only", side]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if result.returncode:
+            sys.exit(result.returncode)  # it has said why
+        out = result.stdout
         print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
         peaks[side] = int(out.split()[-2])
     print(

@@ -227,9 +227,9 @@ def matmuls(run, record):
                 rate = 2 * rows * inner * outer / ms / 1e9
                 row = {"matmul": name, "which": kind, "rows, in, out": f"{rows}, {inner}, {outer}", "ms": ms, "spread": spread}
                 row |= {"TFLOP/s": rate, "of matmul": run.share(rate, "bf16")}
+                table(record, "").append(row)
                 if run.cuda and (kind != "forward" or name == "head"):  # with a bias it is cuBLASLt's anyway
                     row |= other_library(run, *sets)
-                table(record, "").append(row)
     record["notes"].append("cublaslt: what --matmul cublaslt would run instead; worth a row of a table if it is faster")
 
 

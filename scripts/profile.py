@@ -45,7 +45,7 @@ from llmc.backend import measure_matmul_tflops
 from llmc.checkpoint.model_file import read_model_header
 from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory, run_script
 from llmc.files import write_atomically
-from llmc.flags import FLAGS, parse
+from llmc.flags import BY_NAME, FLAGS, parse
 from llmc.memory.choose import in_mib
 from llmc.memory.ladder import passes
 from llmc.memory.plan import MIB
@@ -59,6 +59,8 @@ TAKEN = (
     "master", "optimizer_state", "grad_dtype", "offload_residual", "head_chunk", "threads",
 )  # fmt: skip
 DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
+
+OWN = {"-h", "--help", "-o", "--steps", "--output", "--json", "--trace", "--nvtx"}  # this script's, some of them train_gpt2.py's too
 
 # matmul -> places of an argument with a row for every token, and of the weight or its gradient
 MATMULS = {"matmul_forward": (0, 2), "matmul_dinput": (0, 2), "matmul_dweight": (1, 0),
@@ -134,10 +136,10 @@ def read_arguments(argv) -> tuple[argparse.Namespace, list[str]]:
             shared.add_argument(*flag.names, action="store_true", help=text)
         else:
             shared.add_argument(*flag.names, metavar=flag.value, help=f"{text} [{DEFAULTS.get(field, flag.default)}]")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(check_words(sys.argv[1:] if argv is None else argv, {name for flag in taken.values() for name in flag.names}))
     if not args.steps.isdecimal() or int(args.steps) < 1:
         raise UserError(f"--steps {args.steps}: expected a whole number of 1 or more")
-    args.steps, words = int(args.steps), []
+    args.steps, words = int(args.steps), ["--sample-every", "0"]
     for field, flag in taken.items():
         value = getattr(args, field)
         if flag.kind is bool:
@@ -145,6 +147,15 @@ def read_arguments(argv) -> tuple[argparse.Namespace, list[str]]:
         elif value is not None or field in DEFAULTS:
             words += [flag.names[-1], DEFAULTS[field] if value is None else value]
     return args, words
+
+
+def check_words(words: list[str], shared: set[str]) -> list[str]:
+    """The words. Raises UserError for a flag of train_gpt2.py alone, which argparse may take for the beginning of another: -g for -ge."""
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in BY_NAME and flag not in shared | OWN:
+            raise UserError(f"{flag} says nothing of how a step is done; leave it out, or see --help")
+    return words
 
 
 def check_output(flag: str, path: Path):

@@ -147,6 +147,19 @@ def test_the_reason_is_what_went_wrong_first():
         graphs.run("norm", lambda: None)
 
 
+def test_memory_that_ran_out_in_a_capture_is_what_comes_out_of_it_though_its_end_raises_too():
+    def capture(work, pool):
+        try:
+            raise RuntimeError("CUDA out of memory")
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    graphs = Graphs(capture, "pool")
+    graphs.run("micro-step", lambda: None)
+    with pytest.raises(RuntimeError, match="^CUDA out of memory$"):
+        graphs.run("micro-step", lambda: None)
+
+
 def test_a_capture_that_breaks_leaves_its_pool_closed(monkeypatch):
     """torch's own calls of CUDA are stood in for: the first is refused where the capture could be ended, and nothing is left to do."""
     calls = []

@@ -1,5 +1,6 @@
 """numba's kernels against the torch functions of the same names: the tests of Triton's kernels, run once more, and what only these have."""
 
+import errno
 import inspect
 import os
 import platform
@@ -181,6 +182,31 @@ def test_processes_that_keep_kernels_at_once_never_find_another_s_and_lose_none(
     kept = door.KeptKernels(tmp_path, "kernel", b"sources")
     assert all(kept.load((me, turn)) == (me, turn) for me in range(4) for turn in range(50))
     assert door.KeptKernels(tmp_path, "kernel", b"other sources").load((0, 0)) is None
+
+
+@pytest.mark.parametrize("name", ["kernel", "kernel.1"])
+@pytest.mark.parametrize("damage", [b"", b"cut", None])
+def test_kept_kernels_that_are_damaged_are_compiled_and_kept_again(tmp_path, name, damage):
+    """An index or code: empty, or cut, as a loss of power leaves them."""
+    kept = door.KeptKernels(tmp_path, "kernel", b"sources")
+    for number in range(3):
+        kept.save(("key", number), list(range(1000)))
+    (path,) = tmp_path.glob(f"{name}.nb[ic]")
+    path.write_bytes(path.read_bytes()[:-5] if damage is None else damage)
+    for number in range(3):
+        if kept.load(("key", number)) is None:
+            kept.save(("key", number), list(range(1000)))
+        assert kept.load(("key", number)) == list(range(1000))
+
+
+def test_where_a_disk_is_full_kernels_are_not_kept(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = door.KeptKernels(tmp_path, "kernel", b"sources")
+    monkeypatch.setattr(door.KeptKernels, "_save_data", full)
+    kept.save("key", "code")
+    assert kept.load("key") is None
 
 
 BOTH = """

@@ -326,6 +326,8 @@ def test_ranges_are_named_as_stages_and_rows():
     (["--steps", "0"], "--steps 0: expected a whole number of 1 or more"),
     (["--nvtx"], "--nvtx marks ranges for a GPU's profiler, and this run is on "),
     (["--wrong"], "unrecognized arguments: --wrong"),
+    (["-g", "1"], "-g says nothing of how a step is done; leave it out"),
+    (["--max-steps=3"], "--max-steps says nothing of how a step is done"),
     (["--output", "/proc/nowhere/p.png"], "--output /proc/nowhere/p.png: cannot be written, the folder /proc/nowhere does not exist"),
     (["--json", "/proc/rows.json"], "--json /proc/rows.json: cannot be written, "),
     (["--trace", "/"], "--trace /: cannot be written, it is a folder"),

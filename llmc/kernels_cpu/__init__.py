@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from llmc.config import ModelConfig
+from llmc.errors import last_line
 
 
 def not_installed() -> str:
@@ -34,7 +35,7 @@ def launch_problem() -> str:
             partials, numbers, norm = (torch.ones(n) for n in (4, 64, 1))
             global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
     except Exception as error:
-        return f"numba's kernels do not run here: {(str(error).strip() or repr(error)).splitlines()[-1]}"
+        return f"numba's kernels do not run here: {last_line(error)}"
     return ""
 
 

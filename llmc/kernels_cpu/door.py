@@ -65,7 +65,7 @@ class KeptKernels(IndexDataCacheFile):
 
     def load(self, key):
         self._take_lock()
-        data = super().load(key)
+        data = _or_nothing(super().load, key)
         if data is not None:
             self._release_lock()
         return data
@@ -73,11 +73,13 @@ class KeptKernels(IndexDataCacheFile):
     def save(self, key, data):
         self._take_lock()
         try:
-            overloads = self._load_index()
+            overloads = _or_nothing(self._load_index) or {}
             names = (self._data_name(number) for number in count(1))
             name = overloads.get(key) or next(name for name in names if name not in overloads.values())
             self._save_data(name, data)
             self._save_index(overloads | {key: name})
+        except OSError:  # a full disk: it is compiled again next time
+            pass
         finally:
             self._release_lock()
 
@@ -104,6 +106,14 @@ class KeptKernels(IndexDataCacheFile):
         if self._lock:
             self._lock.close()
             self._lock = None
+
+
+def _or_nothing(read, *args):
+    """read(*args), or None where a file is damaged, as after a loss of power: pickle may raise anything then."""
+    try:
+        return read(*args)
+    except Exception:
+        return None
 
 
 @cache
