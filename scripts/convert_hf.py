@@ -87,8 +87,7 @@ def fetch_from_hub(name: str) -> Path:
         try:
             hub.cached_file(name, "model.safetensors")
         except OSError:
-            index = read_json(Path(hub.cached_file(name, "model.safetensors.index.json")))
-            for shard in sorted(set(index["weight_map"].values())):
+            for shard in named_files(Path(hub.cached_file(name, "model.safetensors.index.json"))):
                 hub.cached_file(name, shard)
     except OSError as error:
         reason = " ".join(str(error).split())
@@ -109,6 +108,14 @@ def read_json(path: Path) -> dict:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; expected an object, so download it again")
     return values
+
+
+def named_files(index: Path) -> list[str]:
+    """The files that an index of safetensors names, sorted. Raises UserError where it names none."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        raise UserError(f'{index} has no "weight_map" of tensors to files; download it again')
+    return sorted(set(named.values()))
 
 
 def config_from_hf(values: dict, source: str) -> ModelConfig:
@@ -146,10 +153,7 @@ def open_tensors(folder: Path) -> dict:
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if not (folder / files[0]).exists() and index.exists():
-        named = read_json(index).get("weight_map")
-        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
-            raise UserError(f'{index} has no "weight_map" of tensors to files; download it again')
-        files = sorted(set(named.values()))
+        files = named_files(index)
     tensors = {}
     for file in files:
         if not (folder / file).is_file():

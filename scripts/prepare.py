@@ -7,6 +7,7 @@ gives the same bytes as a run that was not killed.
 """
 
 import argparse
+import glob
 import hashlib
 import http.client
 import json
@@ -96,6 +97,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def two_or_more(text: str) -> int:
+    """An argparse type: as `positive`, but for 1."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 2 to {MAX_SHARD_TOKENS}")
+    return int(text)
+
+
 def start(args: argparse.Namespace) -> Encoder:
     """Make the output folder, and return the encoder chosen."""
     make_folder(args.output)
@@ -107,7 +115,8 @@ def finish(args: argparse.Namespace, encoder: Encoder, train: str, val: str) -> 
     path = args.tokenizer or args.output / "gpt2_tokenizer.bin"
     encoder.tokenizer().write(path)
     print(f"wrote {path}: decodes these tokens")
-    print(f'train on them with: python train_gpt2.py -i "{args.output / train}" -j "{args.output / val}"')
+    folder = Path(glob.escape(str(args.output)))
+    print(f'train on them with: python train_gpt2.py -i "{folder / train}" -j "{folder / val}"')
 
 
 def make_folder(folder: Path) -> None:
@@ -161,6 +170,15 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
     return files
 
 
+def one_input(given: Path, suffix: str, name: str) -> Path:
+    """The file meant by a path: of a folder the one of that name, or the only one with that suffix."""
+    files = input_files([given], [suffix])
+    files = [path for path in files if path.name == name] or files
+    if len(files) > 1:
+        raise UserError(f"--input {given}: {len(files)} {suffix} files, expected one, or one named {name}; give the path of the one meant")
+    return files[0]
+
+
 def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[str]:
     """The documents of text, .jsonl and .parquet files, one file after the other; `field` is where JSON or a table keeps the text."""
     readers = dict.fromkeys(TEXT_SUFFIXES, _txt_documents) | {".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
@@ -187,11 +205,11 @@ def read_text(path: Path) -> str:
 
 
 def _txt_documents(path: Path, field: str) -> Iterator[str]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         rest = ""
         while block := file.read(PIECE_CHARS):
             rest += block
-            if len(rest) > PIECE_CHARS:
+            while len(rest) > PIECE_CHARS:
                 cut = _cut_place(rest)
                 yield rest[:cut]
                 rest = rest[cut:]
@@ -215,14 +233,15 @@ def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
     """("file:line", value) of every line that is not blank. Raises UserError for one that is not JSON, or a file that cannot be read."""
-    with read_or_refused(path), open(path, encoding="utf-8") as file:
+    with read_or_refused(path), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 yield f"{path}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number} is not JSON ({error.msg} at column {error.colno}); mend or remove this line") from error
+            except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets in brackets in brackets
+                reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise UserError(f"{path}:{number} is not JSON ({reason}); mend or remove this line") from error
 
 
 def text_field(record, field: str, place: str, remedy: str = "mend the file") -> str:
@@ -462,12 +481,13 @@ class Progress:
             return progress
         try:
             saved = json.loads(progress.path.read_text())
-            made_from, shards, finished = saved["made_from"], saved["shards"], saved["finished"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            made_from, finished = {key: saved["made_from"].get(key) for key in progress.made_from}, saved["finished"]
+            shards = [{"file": str(s["file"])} | {key: int(s[key]) for key in ("tokens", "document", "token")} for s in saved["shards"]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{progress.path} cannot be read ({error}); remove it to prepare this data from the start") from error
-        changed = [key for key, value in progress.made_from.items() if made_from.get(key) != value]
+        changed = [key for key, value in progress.made_from.items() if made_from[key] != value]
         if changed:
-            differs = ", ".join(f"{key} was {made_from.get(key)} and is {progress.made_from[key]}" for key in changed)
+            differs = ", ".join(f"{key} was {made_from[key]} and is {progress.made_from[key]}" for key in changed)
             raise UserError(
                 f"{folder} holds shards of {corpus.name} made otherwise ({differs}); "
                 f"remove them and {progress.path}, or give another --output"

@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,13 +27,15 @@ def remote_files(repository: str, folder: str) -> list[tuple[str, int]]:
     url = f"{SITE}/api/datasets/{repository}/tree/main/{folder}"
     try:
         with urllib.request.urlopen(url, timeout=prepare.SILENCE_S) as response:
-            entries = json.load(response)
-    except (OSError, ValueError) as error:
+            files = sorted((entry["path"], int(entry["size"])) for entry in json.load(response) if entry["path"].endswith(".parquet"))
+        if not files:
+            raise ValueError("no .parquet file is there")
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:  # the last four: it answers otherwise
         raise UserError(
             f"cannot list {SITE}/datasets/{repository} ({error}); "
             f"download the files of its folder {folder} by hand and run again with --input and their folder"
         ) from error
-    return sorted((entry["path"], entry["size"]) for entry in entries if entry["path"].endswith(".parquet"))
+    return files
 
 
 def download_in_turn(repository: str, paths: list[str], folder: Path) -> Iterator[Path]:
@@ -68,7 +71,8 @@ def main(argv: list[str] | None = None) -> None:
         shard_tokens=args.shard_tokens,
     )
     encoder = prepare.start(args)
-    prepare.write_corpus(corpus, args.output, encoder, args.workers)
+    if len(prepare.write_corpus(corpus, args.output, encoder, args.workers)) == 1:
+        raise UserError("all of it is one shard, for validation; give more files, or a smaller --shard-tokens and another --output")
     prepare.finish(args, encoder, f"{name}_train_*.bin", f"{name}_val_*.bin")
 
 

@@ -43,7 +43,8 @@ def render(record, place: str, encoder: Encoder) -> Example:
 
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/hellaswag", corpus=False).parse_args(argv)
-    path = prepare.input_files([args.input], [".jsonl"])[0] if args.input else prepare.download(URL, args.output / "hellaswag_val.jsonl")
+    name = "hellaswag_val.jsonl"
+    path = prepare.one_input(args.input, ".jsonl", name) if args.input else prepare.download(URL, args.output / name)
     encoder, output = prepare.start(args), args.output / "hellaswag_val.bin"
     lines = tqdm(prepare.read_jsonl(path), desc="HellaSwag", unit=" examples", disable=None)
     count = write_eval_file(output, (render(record, place, encoder) for place, record in lines))

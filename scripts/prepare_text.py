@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--val-every",
-        type=prepare.positive,
+        type=prepare.two_or_more,
         default=prepare.VAL_EVERY,
         metavar="N",
         help="one document in N is for validation [%(default)s]",
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"])
     if any(path.suffix == ".parquet" for path in files):
         prepare.need_pyarrow()  # rather now than after an hour of the other files
-    source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every])
+    source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every, prepare.PIECE_CHARS])
     prepare.write_splits(lambda: prepare.read_documents(files, args.jsonl_field), source, args, args.name, prepare.numbered)
 
 

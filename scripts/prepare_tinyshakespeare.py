@@ -27,7 +27,8 @@ def speeches(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/tinyshakespeare").parse_args(argv)
-    path = prepare.input_files([args.input], [".txt"])[0] if args.input else prepare.download(URL, args.output / "tiny_shakespeare.txt")
+    name = "tiny_shakespeare.txt"
+    path = prepare.one_input(args.input, ".txt", name) if args.input else prepare.download(URL, args.output / name)
     pieces = speeches(prepare.read_text(path))
     encoder = prepare.start(args)
     tokens = np.concatenate(list(prepare.encoded(pieces, encoder, workers=1)))

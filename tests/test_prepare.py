@@ -1,9 +1,11 @@
 """Prepared data is llm.c's, the same with any number of workers and after any kill; and what is wrong with an input is said."""
 
+import glob
 import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -207,6 +209,10 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
     documents = list(prepare.read_documents([tmp_path / "a.txt"]))
     assert "".join(documents) == "".join(paragraphs)
     assert len(documents) > 5 and all(d.endswith("\n\n") and len(d) <= prepare.PIECE_CHARS for d in documents)
+    long = "".join("word " * (2400 + i % 7) + "\n\n" for i in range(100))  # each cut takes less than is read at once
+    (tmp_path / "c.txt").write_text(long)
+    documents = list(prepare.read_documents([tmp_path / "c.txt"]))
+    assert "".join(documents) == long and {len(d) // 1000 for d in documents} == {12}
     (tmp_path / "b.txt").write_text("x" * 40_000)  # nowhere to cut
     assert [len(d) for d in prepare.read_documents([tmp_path / "b.txt"])] == [16384, 16384, 40_000 - 2 * 16384]
 
@@ -218,6 +224,12 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n{"body": "b", "n": 1}\n', 'a.jsonl:3 has no field "text" but the fields body, n; .*--jsonl-field'),
         ("a.jsonl", b'{"text": 3}\n', 'a.jsonl:1: field "text" holds a int, expected text'),
         ("a.jsonl", b"[1]\n", 'a.jsonl:1 has no field "text" but a list'),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}\n",
+            "a.jsonl:2 is not JSON \\(Exceeds the limit .*; mend or remove this line$",
+        ),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl:1 is not JSON \\(maximum recursion depth .*; mend or remove this line$"),
         ("a.txt", b"abc\xff", "a.txt is not UTF-8 text"),
         ("a.txt", b"", "there are no documents for .*1 document in 20 is for validation, number 10 the first"),
         ("a.doc", b"abc", "a.doc: expected a .txt or .md or .rst or .py or .jsonl or .parquet file"),
@@ -227,6 +239,35 @@ def test_a_bad_input_is_named_with_its_place(tmp_path, name, raw, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(UserError, match=message):
         prepare_text.main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out"), *BYTES])
+
+
+@pytest.mark.parametrize("name, content", [("a.txt", "text"), ("a.jsonl", '{"text": "text"}')])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(prepare.read_documents([tmp_path / name])) == ["text"]
+
+
+def test_one_document_in_one_for_validation_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        prepare_text.main(["--input", str(tmp_path), "--val-every", "1"])
+    assert "--val-every: 1 is not a number from 2 to " in capsys.readouterr().err
+
+
+def test_the_command_that_is_printed_finds_the_shards_whatever_the_folder_is_called(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("word " * 100_000)
+    prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a[1]*"), *BYTES])
+    train, val = re.search('-i "(.*)" -j "(.*)"', capsys.readouterr().out).groups()
+    assert [len(glob.glob(pattern)) for pattern in (train, val)] == [1, 1]
+
+
+@pytest.mark.parametrize("content", [
+    '{"made_from": [], "shards": [], "finished": false}', '{"made_from": {}, "shards": [{}], "finished": 1}', "[]", "[" * 100_000, "{",
+])  # fmt: skip
+def test_a_damaged_note_of_progress_is_named(tmp_path, content):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "text_val.progress.json").write_text(content)
+    with pytest.raises(UserError, match="text_val.progress.json cannot be read .*; remove it to prepare this data from the start"):
+        prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path), *BYTES])
 
 
 def test_bad_parquet_is_named(tmp_path):
@@ -409,6 +450,23 @@ def test_fineweb_downloads_in_turn_and_its_first_shard_is_validation(tmp_path, m
     assert set(before) == {"000.parquet", "001.parquet"}
 
 
+def test_fineweb_that_is_one_shard_leaves_nothing_to_train_on_and_says_so(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": some_documents()}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="^all of it is one shard, for validation; give more files"):
+        prepare_fineweb.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), *BYTES])
+
+
+@pytest.mark.parametrize("answer", ["{}", "[]", "[1]", '[{"path": "a.parquet"}]', '{"error": "no such"}', "<html>"])
+def test_a_site_that_answers_something_else_is_a_sentence(tmp_path, monkeypatch, answer):
+    listing = tmp_path / "api/datasets/HuggingFaceFW/fineweb/tree/main/sample/10BT"
+    listing.parent.mkdir(parents=True)
+    listing.write_text(answer)
+    monkeypatch.setattr(prepare_fineweb, "SITE", tmp_path.as_uri())
+    with pytest.raises(UserError, match="cannot list .*; download the files of its folder sample/10BT by hand"):
+        prepare_fineweb.remote_files("HuggingFaceFW/fineweb", "sample/10BT")
+
+
 def test_hellaswag_is_rendered_as_llmc_s(tmp_path, shared, monkeypatch):
     """The context's tokens; each ending behind a space, encoded by itself."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "tiktoken-cache"))
@@ -441,6 +499,17 @@ def test_a_bad_question_is_named(tmp_path, change, message):
     (tmp_path / "h.jsonl").write_text(json.dumps(line))
     with pytest.raises(UserError, match=message):
         prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
+
+
+def test_of_a_folder_of_questions_the_validation_split_is_taken_and_none_is_guessed(tmp_path):
+    for name, label in (("hellaswag_train.jsonl", 0), ("hellaswag_val.jsonl", 1), ("other.jsonl", 2)):
+        (tmp_path / name).write_text(json.dumps({"ctx": "a", "label": label, "endings": ["a", "b", "c", "d"]}))
+    argv = ["--input", str(tmp_path), "--output", str(tmp_path / "out"), *BYTES]
+    prepare_hellaswag.main(argv)
+    assert [example.label for example in read_eval_file(tmp_path / "out" / "hellaswag_val.bin")] == [1]
+    (tmp_path / "hellaswag_val.jsonl").unlink()
+    with pytest.raises(UserError, match="2 .jsonl files, expected one, or one named hellaswag_val.jsonl; give the path of the one meant"):
+        prepare_hellaswag.main(argv)
 
 
 def test_questions_that_are_not_utf_8_are_refused(tmp_path):
