@@ -195,7 +195,8 @@ def read_or_refused(path: Path):
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}); convert it") from error
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+        remedy = "check the path and its permissions" if error.errno else "download or copy it again"  # pyarrow's have no number
+        raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
 
 
 def read_text(path: Path) -> str:

@@ -278,6 +278,12 @@ def test_bad_parquet_is_named(tmp_path):
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     with pytest.raises(UserError, match="b.parquet is not a parquet file, or only part of one"):
         list(prepare.read_documents([tmp_path / "b.parquet"]))
+    parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(1000)]}), tmp_path / "c.parquet", use_dictionary=False)
+    content = bytearray((tmp_path / "c.parquet").read_bytes())
+    content[100:1000] = b"\xff" * 900
+    (tmp_path / "c.parquet").write_bytes(content)
+    with pytest.raises(UserError, match="cannot read .*c.parquet: .*; download or copy it again"):
+        list(prepare.read_documents([tmp_path / "c.parquet"]))
 
 
 def test_missing_inputs_are_named(tmp_path):
