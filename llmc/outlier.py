@@ -2,7 +2,7 @@
 
 The sums are updated, not recomputed, in the order llm.c updates them, so scores repeat it bit for bit. Three things are kinder here:
 a value whose update was skipped can be taken back out (undo); a loss of nan or inf, which would turn the sums into nan for the rest
-of the run, never enters; and after one that dwarfed all others, 100,000 times theirs, the sums are taken anew.
+of the run, never enters; and after values that dwarfed all others, a thousand times theirs and more, the sums are taken anew.
 """
 
 from math import isfinite, nan, sqrt
@@ -10,7 +10,7 @@ from math import isfinite, nan, sqrt
 from llmc.errors import UserError
 
 WINDOW_SIZE = 128
-DWARFS = 1e10  # a square so many times the sum of all others has taken digits from it, which subtracting it again does not give back
+DWARFS = 1e6  # once the sum of squares was so many times what it is now, digits are lost that subtracting does not give back
 
 
 class OutlierDetector:
@@ -21,6 +21,7 @@ class OutlierDetector:
         self._index = 0  # of the oldest value, once the window is full
         self._sum = 0.0
         self._sum_sq = 0.0
+        self._largest = 0.0  # sum of squares since the sums were taken anew
         self._undo = None  # what update() overwrote
 
     def update(self, x: float) -> float:
@@ -31,7 +32,7 @@ class OutlierDetector:
         x = float(x)
         length = len(self._window)
         oldest = self._window[self._index] if length == WINDOW_SIZE else None
-        self._undo = length, self._index, oldest, self._sum, self._sum_sq
+        self._undo = length, self._index, oldest, self._sum, self._sum_sq, self._largest
         if not isfinite(x):
             return nan
         if oldest is None:
@@ -41,10 +42,10 @@ class OutlierDetector:
         self._sum -= oldest
         self._sum_sq -= oldest * oldest
         self._window[self._index] = x
-        if not oldest * oldest <= DWARFS * self._sum_sq:
-            others = self._window[: self._index] + self._window[self._index + 1 :]
-            self._sum, self._sum_sq = sum(others), sum(y * y for y in others)
         self._add(x)
+        if not self._largest <= DWARFS * self._sum_sq:
+            self._sum, self._sum_sq = sum(self._window), sum(y * y for y in self._window)
+            self._largest = self._sum_sq
         self._index = (self._index + 1) % WINDOW_SIZE
         return self._z(x)
 
@@ -52,7 +53,7 @@ class OutlierDetector:
         """Take the last update's value out again: the state is what it was before, to the bit. Once per update."""
         assert self._undo is not None, "nothing to undo"
         # the saved sums come back: subtracting x would leave a rounding error behind
-        length, self._index, oldest, self._sum, self._sum_sq = self._undo
+        length, self._index, oldest, self._sum, self._sum_sq, self._largest = self._undo
         if oldest is None:
             del self._window[length:]
         else:
@@ -66,6 +67,7 @@ class OutlierDetector:
             "index": self._index,
             "sum": self._sum.hex(),
             "sum_sq": self._sum_sq.hex(),
+            "largest": self._largest.hex(),
         }
 
     def restore(self, state: dict, source: str = "the checkpoint") -> None:
@@ -73,6 +75,7 @@ class OutlierDetector:
         try:
             window = [float.fromhex(x) for x in state["window"]]
             index, total, total_sq = state["index"], float.fromhex(state["sum"]), float.fromhex(state["sum_sq"])
+            largest = float.fromhex(state.get("largest", state["sum_sq"]))  # which older checkpoints have not
             if len(window) > WINDOW_SIZE or index not in range(WINDOW_SIZE if len(window) == WINDOW_SIZE else 1):
                 raise ValueError(f"{len(window)} values, the oldest at {index}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -81,10 +84,12 @@ class OutlierDetector:
                 "resume from an older checkpoint"
             ) from error
         self._window, self._index, self._sum, self._sum_sq, self._undo = window, index, total, total_sq, None
+        self._largest = largest
 
     def _add(self, x: float) -> None:
         self._sum += x
         self._sum_sq += x * x
+        self._largest = max(self._largest, self._sum_sq)
 
     def _z(self, x: float) -> float:
         mean = self._sum / WINDOW_SIZE
