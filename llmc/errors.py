@@ -65,7 +65,7 @@ def code_of_lost_output(error: OSError) -> int:
     """The exit code where print failed, with a sentence unless who read has had enough. Raises `error` again if that is not what it is."""
     if error.filename or error.errno not in LOST_OUTPUT or _can_print():
         raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+    _print_nothing_more()
     if error.errno != errno.EPIPE:
         print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
     return 1
@@ -78,22 +78,38 @@ def _can_print() -> bool:
         return False
 
 
+def _print_nothing_more() -> None:
+    """What is left in a buffer would fail once more when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def run_script(main, on_interrupt: str = "interrupted") -> None:
     """Call main() as a program: a UserError, or a path that cannot be used, is one line on stderr and exit code 2, Ctrl-C `on_interrupt`
     and 130."""
+    code = 0
     try:
         try:
             main()
-        finally:
-            print(end="", flush=True)
+        except SystemExit as end:  # argparse's, after --help for one
+            code = end.code
+        print(end="", flush=True)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = _told(str(error), 2)
     except KeyboardInterrupt:
-        print(on_interrupt, file=sys.stderr)
-        sys.exit(130)
+        code = _told(on_interrupt, 130)
     except OSError as error:
-        if not error.filename:
-            sys.exit(code_of_lost_output(error))
-        print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
-        sys.exit(2)
+        if error.filename and error.strerror:
+            code = _told(f"{error.filename}: {error.strerror}; check the path, its permissions and the room there", 2)
+        else:
+            code = code_of_lost_output(error)
+    sys.exit(code)
+
+
+def _told(sentence: str, code: int) -> int:
+    """The code, after the sentence; what was printed before comes first, if it can."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        _print_nothing_more()
+    print(sentence if code == 130 else f"error: {sentence}", file=sys.stderr)
+    return code

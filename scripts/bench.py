@@ -6,7 +6,7 @@
     python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each as a process of its own
 
 Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share a step comes to of this machine's
-matmul rate, the best of a large matmul's in the tenth of a second before the step. A step's FLOPs are those of its matmuls and of
+matmul rate, the best of a large matmul's in the tenth of a second before the two steps. A step's FLOPs are those of its matmuls and of
 attention's products, of which the causal half counts, each once, as in llm.c's MFU.
 """
 
@@ -91,9 +91,8 @@ class OurTrainer:
     """One training step of ours, bf16 with fp32 master weights, as train_gpt2.py runs it."""
 
     def __init__(self, args, config, precision, backend):
-        words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul} -s 0"
+        words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
         s, _ = settle_kernels_of(parse(words.split()), backend)
-        check_lengths(s, config)
         options = plan_options(s, config, precision, backend.kind)
         graphs = Graphs() if check_graphs(s, options) else None
         self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
@@ -107,6 +106,13 @@ class OurTrainer:
         read = self.backend.read_later(self.model.acts["loss_sum"], norm)
         self.model.update(1e-4, 0.1, self.steps, norm)
         return read()[0] / self.model.tokens(1)
+
+
+def config_of(args):
+    """Raises UserError for a model that does not exist, or knows fewer positions than -t."""
+    config = config_from_descriptor(args.model)
+    check_lengths(parse(["-t", str(args.sequence_length), "-s", "0"]), config)
+    return config
 
 
 def random_batch(args, config):
@@ -126,7 +132,7 @@ def compare_time(args, backend, precision):
 def measure_time(args, backend, precision, warmup=2) -> dict:
     """Of steps of each side, the two in turn after a large matmul's: medians of their seconds, of that matmul's FLOP/s, and of the share of
     its rate that each step comes to; the ratios of their seconds; and a step's FLOPs."""
-    config = config_from_descriptor(args.model)
+    config = config_of(args)
     tokens = random_batch(args, config)
     on_device = torch.from_numpy(tokens).to(backend.device)
     sides = {
@@ -193,7 +199,7 @@ def measure_host_side(args, backend, precision):
 
 
 def peak_memory(args, backend, precision) -> str:
-    config = config_from_descriptor(args.model)
+    config = config_of(args)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     trainer = OurTrainer(args, config, precision, backend) if args.only == "ours" else PyTorchTrainer(config, precision, backend.device)
     tokens = random_batch(args, config)

@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; expected a Hugging Face model's folder, with config.json and model.safetensors") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; expected an object, so download it again")

@@ -195,8 +195,7 @@ def read_or_refused(path: Path):
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}); convert it") from error
     except OSError as error:
-        remedy = "check the path and its permissions" if error.errno else "download or copy it again"  # pyarrow's have no number
-        raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
 
 
 def read_text(path: Path) -> str:
@@ -265,20 +264,21 @@ def need_pyarrow():
 
 
 def _parquet_documents(path: Path, field: str) -> Iterator[str]:
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
 
     try:
-        table = need_pyarrow().ParquetFile(path)
-    except ArrowInvalid as error:
-        raise UserError(f"{path} is not a parquet file, or only part of one; download or copy it again") from error
-    with table:
-        if field not in table.schema_arrow.names:
-            raise UserError(f'{path} has no column "{field}" but {", ".join(table.schema_arrow.names)}; {NAME_THE_FIELD}')
-        row = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                yield text_field({field: text}, field, f"{path}, row {row}")
-                row += 1
+        with need_pyarrow().ParquetFile(path) as table:
+            if field not in table.schema_arrow.names:
+                raise UserError(f'{path} has no column "{field}" but {", ".join(table.schema_arrow.names)}; {NAME_THE_FIELD}')
+            row = 0
+            for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield text_field({field: text}, field, f"{path}, row {row}")
+                    row += 1
+    except (ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # the system's, not pyarrow's own
+            raise
+        raise UserError(f"{path} is not a parquet file, or a damaged one; download or copy it again") from error
 
 
 def fingerprint(facts: Iterable) -> str:
@@ -484,7 +484,7 @@ class Progress:
             saved = json.loads(progress.path.read_text())
             made_from, finished = {key: saved["made_from"].get(key) for key in progress.made_from}, saved["finished"]
             shards = [{"file": str(s["file"])} | {key: int(s[key]) for key in ("tokens", "document", "token")} for s in saved["shards"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(f"{progress.path} cannot be read ({error}); remove it to prepare this data from the start") from error
         changed = [key for key, value in progress.made_from.items() if made_from[key] != value]
         if changed:

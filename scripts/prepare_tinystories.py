@@ -34,7 +34,7 @@ def unpack(archive: Path, folder: Path) -> Path:
     A folder that holds what came out of another archive is made anew; one that somebody made by hand is taken as it is.
     """
     source, noted = prepare.fingerprint(prepare.file_facts([archive])), folder / SOURCE
-    if folder.exists() and (not noted.exists() or noted.read_text() == source):
+    if folder.exists() and (not noted.exists() or noted.read_bytes() == source.encode()):
         print(f"found {folder}, not unpacking again")
         return folder
     part = folder.with_name(folder.name + ".part")
@@ -44,8 +44,10 @@ def unpack(archive: Path, folder: Path) -> Path:
         with tarfile.open(archive) as tar:
             for member in tar:
                 if member.isfile() and member.name.endswith(".json"):
-                    with open(part / Path(member.name).name, "wb") as file:  # the last name only: a path in an archive may lead anywhere
+                    path = part / Path(member.name).name  # the last name only: a path in an archive may lead anywhere
+                    with open(path, "wb") as file:
                         shutil.copyfileobj(tar.extractfile(member), file)
+                    os.utime(path, (member.mtime, member.mtime))  # by which unfinished shards know what they are made from
             while tar.fileobj.read(1 << 20):  # to the checksum at its end
                 pass
         (part / SOURCE).write_text(source)
@@ -63,7 +65,7 @@ def stories(files: list[Path]) -> Iterator[str]:
     for index, path in enumerate(files):
         try:
             records = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise UserError(f"{path} cannot be read as JSON ({error}); download the data again") from error
         if not isinstance(records, list):
             raise UserError(f"{path} holds a {type(records).__name__}, expected a list of stories; download the data again")

@@ -778,7 +778,7 @@ STREAMS = {  # command -> exit code of the program, what stderr holds
     "a script's help into a pipe nobody reads": ("$SCRIPTS/prepare_text.py --help | true; echo ${PIPESTATUS[0]}", (0, 1), ""),
     "a script's help into a full disk": ("$SCRIPTS/plot_log.py --help > /dev/full; echo $?", 1, "error: printing failed: No space left"),
     "too long a bench": ("$SCRIPTS/bench.py -b 1 -t 1030 --only ours > /dev/null; echo $?", 2, "error: -t 1030: the model knows 1024"),
-    "a script's path that nobody may have": (f"$SCRIPTS/plot_log.py {'x' * 300}; echo $?", 2, "x: File name too long; check the path"),
+    "a script's path that nobody may have": (f"$SCRIPTS/plot_log.py {'x' * 300}; echo $?", 2, "x: File name too long; check the path, its"),
     "a script's error without stdout": ("exec 3>&1; $SCRIPTS/plot_log.py nothing >&- 3>&3; echo $? >&3", 2, "error: "),
     "an error without stdout": ("exec 3>&1; $TRAIN -b x >&- 3>&3; echo $? >&3", 2, "error: -b"),
     "help without stdin": ("$TRAIN --version <&- > /dev/null; echo $?", 0, ""),
@@ -796,6 +796,23 @@ def test_a_stream_that_is_closed_full_or_narrow_ends_without_a_traceback(name):
     assert int(result.stdout) in (codes if isinstance(codes, tuple) else (codes,)), result.stderr
     assert words in result.stderr and "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
     assert result.stderr.count("\n") == bool(words)
+
+
+FAILING = """
+from llmc.errors import UserError, run_script
+
+def main():
+    print("a line that stays in the buffer")
+    raise UserError("the reason")
+
+run_script(main)
+"""
+
+
+@pytest.mark.parametrize("into", ["> /dev/full", "| true"])
+def test_a_script_that_fails_says_why_although_it_could_not_print(into):
+    result = shell(f"cd {REPO}; {sys.executable} -c '{FAILING}' {into}; echo ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="")
+    assert (result.stdout, result.stderr) == ("2\n", "error: the reason\n")
 
 
 def test_training_into_head_ends_quietly(case):

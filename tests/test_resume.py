@@ -432,7 +432,7 @@ class Interrupted(io.RawIOBase):
         return len(content)
 
 
-def test_a_signal_inside_a_print_is_answered_all_the_same(monkeypatch, capfd):
+def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
     stop = StopRequest()
