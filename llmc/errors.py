@@ -47,9 +47,9 @@ class RankLost(Exception):
         self.code, self.said_elsewhere = code, said_elsewhere
 
 
-def last_line(error: Exception) -> str:
-    """What a library says, in short; its name and arguments where it says nothing."""
-    return (str(error).strip() or repr(error)).splitlines()[-1]
+def lines_of(error: Exception) -> list[str]:
+    """What a library says, of which the first line or the last is mostly enough; its name and arguments where it says nothing."""
+    return (str(error).strip() or repr(error)).splitlines()
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -94,12 +94,12 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
             code = end.code
         print(end="", flush=True)
     except UserError as error:
-        code = _told(str(error), 2)
+        code = _told(f"error: {error}", 2)
     except KeyboardInterrupt:
         code = _told(on_interrupt, 130)
     except OSError as error:
         if error.filename and error.strerror:
-            code = _told(f"{error.filename}: {error.strerror}; check the path, its permissions and the room there", 2)
+            code = _told(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", 2)
         else:
             code = code_of_lost_output(error)
     sys.exit(code)
@@ -111,5 +111,5 @@ def _told(sentence: str, code: int) -> int:
         print(end="", flush=True)
     except OSError:
         _print_nothing_more()
-    print(sentence if code == 130 else f"error: {sentence}", file=sys.stderr)
+    print(sentence, file=sys.stderr)
     return code

@@ -7,7 +7,7 @@ it takes the host some ten microseconds instead of some milliseconds, which is w
 import gc
 from contextlib import suppress
 
-from llmc.errors import UserError, is_out_of_memory
+from llmc.errors import UserError, is_out_of_memory, lines_of
 
 
 class Graphs:
@@ -39,7 +39,7 @@ class Graphs:
             reasons = list(causes(error))
             for reason in filter(is_out_of_memory, reasons):
                 raise reason  # and not the end of the capture, which only says that it is broken
-            reason = (str(reasons[-1]).strip() or repr(reasons[-1])).splitlines()[0]
+            reason = lines_of(reasons[-1])[0]
             raise UserError(f"the {name} cannot be captured as a CUDA graph ({reason}); use --cuda-graph 0") from error
 
 

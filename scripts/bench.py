@@ -37,13 +37,14 @@ from llmc.memory.plan import MIB, Plan
 from llmc.mfu import flops_per_token
 from llmc.request import check_graphs, check_lengths, plan_options, settle_kernels_of
 from scripts.bench_pytorch import PyTorchTrainer
+from scripts.compare_memory import at_least
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-e", "--model", default="d12", help="model descriptor [d12]")
-    parser.add_argument("-b", "--batch-size", type=at_least_1, default=4, help="sequences [4]")
-    parser.add_argument("-t", "--sequence-length", type=at_least_1, default=64, help="tokens per sequence [64]")
+    parser.add_argument("-b", "--batch-size", type=at_least(1), default=4, help="sequences [4]")
+    parser.add_argument("-t", "--sequence-length", type=at_least(1), default=64, help="tokens per sequence [64]")
     parser.add_argument(
         "-r",
         "--recompute",
@@ -53,7 +54,7 @@ def main():
         help="recompute level [0, which stores everything, as PyTorch does]",
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both", help="[both]")
-    parser.add_argument("--steps", type=at_least_1, default=11, help="timed steps of each [11]")
+    parser.add_argument("--steps", type=at_least(1), default=11, help="timed steps of each [11]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--matmul", default="auto", help="as in train_gpt2.py [auto]")
@@ -78,13 +79,6 @@ def main():
             compare_time(args, backend, precision)
             if backend.kind == "cpu":
                 measure_host_side(args, backend, precision)
-
-
-def at_least_1(text: str) -> int:
-    """An argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
 
 
 class OurTrainer:

@@ -78,30 +78,31 @@ def argument_parser(
         )
     if shard_tokens:
         parser.add_argument(
-            "--shard-tokens", metavar="N", type=positive, default=shard_tokens, help="tokens in a shard, at most 2147483647 [%(default)s]"
+            "--shard-tokens",
+            metavar="N",
+            type=number_from(1),
+            default=shard_tokens,
+            help="tokens in a shard, at most 2147483647 [%(default)s]",
         )
         parser.add_argument(
             "--workers",
             metavar="N",
-            type=positive,
+            type=number_from(1),
             default=os.cpu_count() or 1,
             help="processes that encode [one per processor: %(default)s]",
         )
     return parser
 
 
-def positive(text: str) -> int:
-    """An argparse type: an integer from 1 to the most a shard can hold."""
-    if not text.isdecimal() or not 0 < int(text) <= MAX_SHARD_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_SHARD_TOKENS}")
-    return int(text)
+def number_from(lowest: int) -> Callable[[str], int]:
+    """An argparse type: an integer from there to the most a shard can hold."""
 
+    def number(text: str) -> int:
+        if not text.isdecimal() or not lowest <= int(text) <= MAX_SHARD_TOKENS:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {lowest} to {MAX_SHARD_TOKENS}")
+        return int(text)
 
-def two_or_more(text: str) -> int:
-    """An argparse type: as `positive`, but for 1."""
-    if positive(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 2 to {MAX_SHARD_TOKENS}")
-    return int(text)
+    return number
 
 
 def start(args: argparse.Namespace) -> Encoder:

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--val-every",
-        type=prepare.two_or_more,
+        type=prepare.number_from(2),
         default=prepare.VAL_EVERY,
         metavar="N",
         help="one document in N is for validation [%(default)s]",

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from llmc.distributed.place import Place, find_place
-from llmc.errors import NotEnoughMemory, RankLost, UserError
+from llmc.errors import NotEnoughMemory, RankLost, UserError, lines_of
 
 __all__ = [
     "Place",
@@ -134,7 +134,6 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
 
     from llmc.distributed.gloo import register_gloo
     from llmc.distributed.network import interface_for_gloo
-    from llmc.distributed.rendezvous import first_line
 
     watch, meeting = world.watch, world.meeting
     for theirs in different_from_first(world, {"device": device_kind}, "devices").values():
@@ -152,7 +151,7 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
             device_id=torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else None,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise watch.explain(error) or UserError(f"connecting {world.num_processes} processes failed: {first_line(error)}") from error
+        raise watch.explain(error) or UserError(f"connecting {world.num_processes} processes failed: {lines_of(error)[0]}") from error
 
 
 def close_world(world: World) -> None:

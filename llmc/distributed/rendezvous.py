@@ -19,7 +19,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore
 
 from llmc.distributed.network import addresses_for_others, own_address_towards, this_machine
 from llmc.distributed.place import Place, rendezvous_path
-from llmc.errors import UserError, full_disk_or_denied
+from llmc.errors import UserError, full_disk_or_denied, lines_of
 
 KNOCK_S = 2  # to open a connection
 ANSWER_S = 5  # for a store to say whose it is
@@ -112,7 +112,7 @@ def open_store(place: Place, timeout_s: float) -> Meeting:
     except DistError as error:
         if "EADDRINUSE" in str(error):
             raise Taken(f"port {port} of this machine is in use, where rank 0 should listen; {OTHER_PORT}") from None
-        raise UserError(f"rank 0 cannot listen at port {port}: {first_line(error)}; {OTHER_PORT}") from None
+        raise UserError(f"rank 0 cannot listen at port {port}: {lines_of(error)[0]}; {OTHER_PORT}") from None
     run = secrets.token_hex(8)
     meeting = Meeting(place, "127.0.0.1", server.port, run, PrefixStore(run, server), server)
     greet(meeting, server, run)
@@ -310,7 +310,3 @@ def missing_sentence(place: Place, store, timeout_s: float) -> str:
     missing = [str(rank) for rank in range(place.num_processes) if not store.check([member_key(rank)])]
     named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     return f"rank{'s' * (len(missing) > 1)} {named} of {place.num_processes} did not come within {timeout_s:g} s (--timeout); {ADVICE}"
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -7,7 +7,7 @@ trains with the torch operations.
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from llmc.errors import last_line
+from llmc.errors import lines_of
 from llmc.layers import attention_operations, in_halves, torch_operations
 
 OLDEST_CAPABILITY = (8, 0)  # Triton compiles bf16 for no older card
@@ -34,7 +34,7 @@ def launch_problem(device="cuda") -> str:
         operations("triton").global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
         norm.item()  # what goes wrong on the device shows here
     except Exception as error:
-        return f"they cannot be launched here: {last_line(error)}"
+        return f"they cannot be launched here: {lines_of(error)[-1]}"
     return ""
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from llmc.config import ModelConfig
-from llmc.errors import last_line
+from llmc.errors import lines_of
 
 
 def not_installed() -> str:
@@ -35,7 +35,7 @@ def launch_problem() -> str:
             partials, numbers, norm = (torch.ones(n) for n in (4, 64, 1))
             global_norm(norm, numbers, {"norm_partials": partials}, piece=64)
     except Exception as error:
-        return f"numba's kernels do not run here: {last_line(error)}"
+        return f"numba's kernels do not run here: {lines_of(error)[-1]}"
     return ""
 
 
