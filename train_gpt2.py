@@ -174,7 +174,9 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     """What was chosen among several ways to compute the same."""
     ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
     if o.device == "cpu":
-        ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "widened to fp32"}[o.matmul]
+        ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "torch"}[o.matmul]
+        if o.multiplied_in != o.precision:
+            ways["matmul"] += " of factors widened to fp32"
     if o.device == "cuda":
         ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())

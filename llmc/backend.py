@@ -130,8 +130,13 @@ class Backend:
 
 def _cpu_line(*names) -> list[str]:
     """The words of the first line of that name about the processor, which --plan knows without importing torch."""
+    return _line_of(CPU_INFO, names)
+
+
+@cache
+def _line_of(path, names) -> list[str]:
     try:
-        with open(CPU_INFO) as f:
+        with open(path) as f:
             return next((line for line in f if line.lower().startswith(names)), "").split()
     except OSError:
         return []
@@ -142,10 +147,26 @@ def cpu_has_native_bf16() -> bool:
     return not CPU_BF16_FLAGS.isdisjoint(_cpu_line("flags", "features"))
 
 
-def cpu_favours_numba() -> bool:
-    """Whether numba's matmuls were measured to be faster than torch's: on AMD with AVX-512 and bf16, those of a d12 step by a fifth in
-    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. Slower on AMD with AVX2, and on Intel."""
-    return "AuthenticAMD" in _cpu_line("vendor_id") and "avx512_bf16" in _cpu_line("flags")
+def cpu_pairs_bf16() -> bool:
+    """Whether AVX-512's instruction that multiplies pairs of bf16 is faster than fp32's of widened ones: Intel's is half as fast, since
+    there is AVX-512 for fp16."""
+    flags = _cpu_line("flags")
+    return "avx512_bf16" in flags and "avx512_fp16" not in flags
+
+
+def cpu_gains_from_bf16() -> bool:
+    """Whether torch's matmuls of bf16 are faster than those of fp32: by that instruction, by tiles or on Arm."""
+    return cpu_pairs_bf16() or not {"amx_bf16", "bf16"}.isdisjoint(_cpu_line("flags", "features"))
+
+
+def cpu_favours_numba(precision: str) -> bool:
+    """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
+    fp32, which are MKL's, and a twentieth in bf16, oneDNN's; slower on AMD with AVX2. On Intel with AVX-512 for bf16 and fp16 but no
+    tiles in bf16, by two fifths; in fp32 slower by a twentieth."""
+    vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
+    if "AuthenticAMD" in vendor:
+        return "avx512_bf16" in flags
+    return "GenuineIntel" in vendor and precision == "bf16" and {"avx512_bf16", "avx512_fp16"} <= set(flags) and "amx_bf16" not in flags
 
 
 def likely_device_kind(device: str) -> str:
@@ -168,9 +189,14 @@ def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
         return "native"
     if matmul != "auto":
         return matmul
-    if kernels == "numba" and cpu_favours_numba():
+    if kernels == "numba" and cpu_favours_numba(precision):
         return "numba"
-    return "native" if precision == "fp32" or cpu_has_native_bf16() else "widened"
+    return "native" if precision == "fp32" or cpu_gains_from_bf16() else "widened"
+
+
+def likely_factors(kind: str, precision: str) -> str:
+    """fp32 or bf16: what numba's kernels multiply on this CPU. On a GPU, where there are none, as the weights."""
+    return precision if kind != "cpu" or cpu_pairs_bf16() else "fp32"
 
 
 def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
@@ -235,13 +261,13 @@ def deterministic(device):
 
 @contextmanager
 def bf16_products(active: bool):
-    """If active, fp32 matmuls on a CPU round their factors to bf16 and add up in fp32, at up to twice fp32's speed.
+    """If active, fp32 matmuls on a CPU whose bf16 is faster round their factors to that and add up in fp32, at up to twice fp32's speed.
 
-    Exact for factors that were bf16 before they were widened. A processor without bf16 multiplies in fp32.
+    Exact for factors that were bf16 before they were widened.
     """
     import torch
 
-    if not active:
+    if not active or not cpu_gains_from_bf16():
         yield
         return
     matmul = torch.backends.mkldnn.matmul

@@ -138,8 +138,7 @@ GROUPS = {
              choices=("auto", "flash", "cudnn", "efficient")),
         Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|numba|widened",
              "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. On a CPU all are torch's, native, or numba's, "
-             "which is auto on AMD with AVX-512 and bf16, or torch's in fp32 of widened pieces of bf16, which is auto where the processor "
-             "has no bf16. The bits may differ",
+             "or torch's in fp32 of widened pieces of bf16; auto takes what was fastest on processors of its kind. The bits may differ",
              choices=("auto", "cublas", "cublaslt", "native", "numba", "widened")),
     ),
     "memory": (

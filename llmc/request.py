@@ -10,7 +10,7 @@ from glob import glob
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_matmul, likely_precision
+from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_factors, likely_matmul, likely_precision
 from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path
@@ -288,7 +288,7 @@ def plan_options(
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
         step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
-        matmul=likely_matmul(s.matmul, kind, precision, s.kernels),
+        matmul=likely_matmul(s.matmul, kind, precision, s.kernels), factors=likely_factors(kind, precision),
     )  # fmt: skip
 
 

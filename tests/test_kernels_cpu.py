@@ -281,18 +281,19 @@ for kind, each in ((np.float32, 1), (np.uint32, 2)):
         product(c.ravel(), *packed, (rows, columns, depth // each), adds)
         assert (c == a.T @ b + adds * before).all(), (kind, adds)
 inp, weight = (torch.from_numpy(chance.integers(-9, 10, shape)).float() for shape in ((9, 70), (131, 70)))
-room = {f"matmul_{name}": torch.full(shape, torch.nan) for name, shape in {
-    "panels": (2, matmul.DEPTH, matmul.PANEL), "sums": (128, matmul.PANEL), "packed": (64 * 70,)}.items()}
-for dtype in (torch.float32, torch.bfloat16) if COLUMNS < matmul.PANEL else ():  # elsewhere other tests are of the same code
+sums = torch.full((2 * matmul.PANEL, matmul.PANEL), torch.nan)
+kinds = (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)
+for dtype, factors in kinds if LANES < 16 else ():  # elsewhere other tests are of the same code
     out = torch.full((9, 131), torch.nan, dtype=dtype)
+    panels = torch.full((2, matmul.DEPTH, matmul.PANEL + ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
+    room = {"matmul_panels": panels, "matmul_sums": sums, "matmul_packed": panels[0].clone()}
     matmul.matmul_forward(out, inp.to(dtype), weight.to(dtype), room=room)
-    assert torch.equal(out, (inp @ weight.t()).to(dtype)), dtype
+    assert torch.equal(out, (inp @ weight.t()).to(dtype)), (dtype, factors)
 print(LANES, MULTIPLIES_PAIRS)
 """
 PROCESSORS = {  # what numba is told to compile for, a processor and its features -> lanes, and whether pairs have an instruction
     "this one": (None, ("16 True", "16 False", "8 False", "4 False")),
     "AVX-512 and bf16": (("skylake-avx512", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512bf16"), ("16 True", "16 False")),
-    "AMX": (("skylake-avx512", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512bf16", "amx-bf16"), ("16 False",)),
     "AVX-512": (("skylake-avx512", "avx", "avx2", "fma", "avx512f"), ("16 False",)),
     "AVX2": (("haswell", "avx", "avx2", "fma"), ("8 False",)),
     "SSE2": (("generic",), ("4 False",)),
@@ -320,14 +321,21 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
 # B*T, C, OC: one of each, primes, parts of tiles in rows and columns, several depths with a rest, more rows than are summed up at once
 MATMULS = [(1, 1, 1), (21, 11, 13), (7, 3, 300), (5, 1100, 65), (67, 769, 130), (1100, 64, 70), (70, 70, 1100), (33, 768, 2304)]
 matmuls = pytest.mark.parametrize("rows, C, OC", MATMULS)
-types_of_gradients = pytest.mark.parametrize(
-    "dtype, grad_dtype", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)], ids=["fp32", "bf16", "bf16-fp32"]
+FP32, BF16 = torch.float32, torch.bfloat16
+kinds = pytest.mark.parametrize(  # of numbers, of factors, and of gradients
+    "dtype, factors, grad_dtype",
+    [(FP32, FP32, FP32), (BF16, BF16, BF16), (BF16, BF16, FP32), (BF16, FP32, BF16), (BF16, FP32, FP32)],
+    ids=["fp32", "bf16", "bf16-fp32", "widened", "widened-fp32"],
 )
 
 
-def matmul_room(workers=3, sums=1024, packed=1 << 20, filled=nan):
-    shapes = {"panels": (workers, matmul.DEPTH, matmul.PANEL), "sums": (workers * sums, matmul.PANEL), "packed": (packed,)}
-    return {f"matmul_{name}": torch.full(shape, filled) for name, shape in shapes.items()}
+def matmul_room(factors, workers=3, sums=1024, packed=1 << 20, filled=nan):
+    each = 4 // factors.itemsize
+    return {
+        "matmul_panels": torch.full((workers, matmul.DEPTH, matmul.PANEL + matmul.ROWS, each), filled, dtype=factors),
+        "matmul_sums": torch.full((workers * sums, matmul.PANEL), filled),
+        "matmul_packed": torch.full((packed, each), filled, dtype=factors),
+    }
 
 
 def products(rows, C, OC, dtype, grad_dtype, numbers, accumulate, room):
@@ -351,45 +359,46 @@ def expected(given, dtype, grad_dtype, at=torch.float64):
 
 
 @matmuls
-@types_of_gradients
+@kinds
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_matmuls_of_whole_numbers_are_exact(rows, C, OC, dtype, grad_dtype, accumulate):
+def test_matmuls_of_whole_numbers_are_exact(rows, C, OC, dtype, factors, grad_dtype, accumulate):
     """Every sum is one that fp32 has; bf16 rounds it once."""
     chance = np.random.default_rng(rows)
     found = products(
-        rows, C, OC, dtype, grad_dtype, lambda *shape: torch.from_numpy(chance.integers(-9, 10, shape)), accumulate, matmul_room()
+        rows, C, OC, dtype, grad_dtype, lambda *shape: torch.from_numpy(chance.integers(-9, 10, shape)), accumulate, matmul_room(factors)
     )
     assert all(same_bits(mine, want) for mine, want in zip(found[1], expected(found[0], dtype, grad_dtype)))
 
 
 @matmuls
-@types_of_gradients
-def test_matmuls_are_as_exact_as_torch_s(rows, C, OC, dtype, grad_dtype):
+@kinds
+def test_matmuls_are_as_exact_as_torch_s(rows, C, OC, dtype, factors, grad_dtype):
     chance = torch.Generator().manual_seed(1)
-    given, found = products(rows, C, OC, dtype, grad_dtype, lambda *s: torch.randn(s, generator=chance), True, matmul_room())
+    given, found = products(rows, C, OC, dtype, grad_dtype, lambda *s: torch.randn(s, generator=chance), True, matmul_room(factors))
     eager = expected(given, dtype, grad_dtype, torch.float32)
     for mine, theirs, exact in zip(found, eager, expected(given, torch.float64, torch.float64)):
         assert_as_good_as_eager(mine, theirs, exact)
 
 
 @matmuls
-@types_of_gradients
-def test_neither_threads_nor_the_room_matter_to_a_bit_of_a_product(rows, C, OC, dtype, grad_dtype):
+@kinds
+def test_neither_threads_nor_the_room_matter_to_a_bit_of_a_product(rows, C, OC, dtype, factors, grad_dtype):
     """Fewer workers than threads, as little room as can be, and what it held."""
     runs = []
-    smallest = matmul.PANEL * max(rows, C, OC)
+    smallest = matmul.BLOCK * rows
     for threads, room in ((2, {}), (1, {"sums": 64, "filled": 3e38}), (5, {"workers": 2, "packed": smallest}), (3, {"sums": 128})):
         chance = torch.Generator().manual_seed(1)
         torch.set_num_threads(threads)
-        runs.append(products(rows, C, OC, dtype, grad_dtype, lambda *s: torch.randn(s, generator=chance), True, matmul_room(**room))[1])
+        numbers, room = lambda *s: torch.randn(s, generator=chance), matmul_room(factors, **room)
+        runs.append(products(rows, C, OC, dtype, grad_dtype, numbers, True, room)[1])
     for other in runs[1:]:
         assert all(same_bits(a, b) for a, b in zip(runs[0], other))
 
 
-@dtypes
-def test_a_nan_stays_in_its_row_of_a_product(dtype):
+@pytest.mark.parametrize("dtype, factors", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=["fp32", "bf16", "widened"])
+def test_a_nan_stays_in_its_row_of_a_product(dtype, factors):
     """And one of the weight in its column: what a panel or a pair is filled up with is multiplied with neither."""
-    room, inp, weight = matmul_room(), torch.ones(9, 13, dtype=dtype), torch.ones(70, 13, dtype=dtype)
+    room, inp, weight = matmul_room(factors), torch.ones(9, 13, dtype=dtype), torch.ones(70, 13, dtype=dtype)
     inp[3, 12], weight[64, 12] = nan, nan
     out = torch.zeros(9, 70, dtype=dtype)
     matmul.matmul_forward(out, inp, weight, room=room)
@@ -412,13 +421,12 @@ def test_the_matmul_that_is_measured_multiplies(dtype):
     assert same_bits(out, a @ b)
 
 
-@dtypes
-def test_losses_of_a_model_with_numba_s_matmuls_are_those_with_torch_s_but_for_noise(dtype):
+@pytest.mark.parametrize("precision, factors", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_losses_of_a_model_with_numba_s_matmuls_are_those_with_torch_s_but_for_noise(precision, factors):
     """Three steps, the second half in a recompute of everything."""
     losses = {}
     for way in ("native", "numba"):
-        precision = "fp32" if dtype == torch.float32 else "bf16"
-        model = GPT2(Plan(PlanOptions(CONFIG, 4, 32, precision, kernels="numba", matmul=way, recompute=6)))
+        model = GPT2(Plan(PlanOptions(CONFIG, 4, 32, precision, kernels="numba", matmul=way, factors=factors, recompute=6)))
         model.init_random()
         losses[way] = []
         for step in range(3):
@@ -426,4 +434,4 @@ def test_losses_of_a_model_with_numba_s_matmuls_are_those_with_torch_s_but_for_n
             model.train(*tokens)
             losses[way].append(model.mean_loss())
             model.update(1e-3, 0.1, step + 1, model.grad_norm())
-    assert np.abs(np.subtract(*losses.values())).max() <= (1e-5 if dtype == torch.float32 else 2e-2)
+    assert np.abs(np.subtract(*losses.values())).max() <= (1e-5 if precision == "fp32" else 2e-2)

@@ -4,6 +4,7 @@ Outputs start as NaN and accumulating ones from noise, so what is not written, o
 """
 
 from dataclasses import replace
+from functools import partial
 from math import inf, nan, prod, sqrt
 from types import SimpleNamespace
 
@@ -707,7 +708,7 @@ def test_gelu_may_write_over_its_input(dtype):
 # attention
 
 
-@pytest.fixture(params=["torch", "numba"])
+@pytest.fixture(params=["torch", "numba", "numba, fp32 factors"])
 def cpu(request):
     """A CPU's attention: forward, backward, and what makes working room for them, of some heads and queries, or of that many workers."""
     if request.param == "torch":
@@ -716,7 +717,8 @@ def cpu(request):
     from llmc.kernels_cpu.attention import attention_cpu_backward as backward
     from llmc.kernels_cpu.attention import attention_cpu_forward as forward
 
-    return SimpleNamespace(forward=forward, backward=backward, room=numba_attention_room)
+    room = partial(numba_attention_room, factors="" if request.param == "numba" else "fp32")
+    return SimpleNamespace(forward=forward, backward=backward, room=room)
 
 
 def torch_attention_room(B, T, C, NH, dtype, heads=2, queries=32):
@@ -726,9 +728,10 @@ def torch_attention_room(B, T, C, NH, dtype, heads=2, queries=32):
     }  # fmt: skip
 
 
-def numba_attention_room(B, T, C, NH, dtype, workers=2, queries=None):
+def numba_attention_room(B, T, C, NH, dtype, workers=2, queries=None, factors=""):
     config = ModelConfig(max_seq_len=T, vocab_size=2, num_layers=1, num_heads=NH, channels=C, padded_vocab_size=2)
-    planned = Plan(PlanOptions(config, B, T, "fp32" if dtype == torch.float32 else "bf16", kernels="numba")).tensors.values()
+    precision = "fp32" if dtype == torch.float32 else "bf16"
+    planned = Plan(PlanOptions(config, B, T, precision, kernels="numba", factors=factors)).tensors.values()
     shapes = {t.name: (t.shape if t.name == "attention_bias" else (workers, *t.shape[1:]), t.dtype) for t in planned}
     return {name: unwritten(*shape, dtype=TORCH_DTYPE[kind]) for name, (shape, kind) in shapes.items() if name.startswith("attention_")}
 
@@ -740,7 +743,9 @@ ROOMS = [(1, 1), (2, 5), (3, 33), (10, 64), (99, 999)]
 
 @dtypes
 @pytest.mark.parametrize("B, T, C, NH", ATTENTIONS)
-@pytest.mark.parametrize("cpu, heads, queries", [*(("torch", *room) for room in ROOMS), ("numba", 2, None)], indirect=["cpu"])
+@pytest.mark.parametrize(
+    "cpu, heads, queries", [*(("torch", *room) for room in ROOMS), ("numba", 2, None), ("numba, fp32 factors", 2, None)], indirect=["cpu"]
+)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(cpu, B, T, C, NH, dtype, heads, queries, accumulate):
     """Against (T, T) scores, masked, softmaxed and multiplied out in float64. The bias is that of q, k and v packed."""
@@ -774,7 +779,7 @@ def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul
 
 
 @dtypes
-@pytest.mark.parametrize("cpu", ["numba"], indirect=True)
+@pytest.mark.parametrize("cpu", ["numba", "numba, fp32 factors"], indirect=True)
 def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(cpu, plain_torch, dtype):
     """Of numba's; torch's takes heads that it has room for together."""
     B, T, C, NH = 2, 67, 40, 4

@@ -221,15 +221,15 @@ def test_a_cpu_without_bf16_widens_factors_says_so_and_measures_what_it_multipli
     weights = torch.randn(num_parameters(CONFIG), generator=torch.Generator().manual_seed(1)) * 0.02
     write_model(tmp_path / "bf16.bin", CONFIG, "bf16", [weights.bfloat16().view(torch.uint8).numpy()])
     peaks, runs = [], {}
-    monkeypatch.setattr("llmc.backend.cpu_favours_numba", lambda: False)
+    monkeypatch.setattr("llmc.backend.cpu_favours_numba", lambda precision: False)
     for native in (True, False):
-        monkeypatch.setattr("llmc.backend.cpu_has_native_bf16", lambda: native)
+        monkeypatch.setattr("llmc.backend.cpu_gains_from_bf16", lambda: native)
         measured = {"measure_matmul_tflops": lambda backend, precision, others: peaks.append((precision, len(others))) or 1.0}
         data = ["-i", case / "train_*.bin", "-j", case / "val.bin", "-e", tmp_path / "bf16.bin"]
         runs[native] = ran(*data, "-b 2 -t 32 -x 3 -v 0 -s 0", faked=measured)
     assert peaks == [("bf16", 0), ("fp32", 0)]
     assert ", matmul: torch\n" in runs[True] and "TFLOP/s in bf16\n" in runs[True]
-    assert ", matmul: widened to fp32\n" in runs[False] and "TFLOP/s in fp32\n" in runs[False]
+    assert ", matmul: torch of factors widened to fp32\n" in runs[False] and "TFLOP/s in fp32\n" in runs[False]
     native, widened = (np.array([float(loss) for loss in losses(out)]) for out in runs.values())
     assert len(native) == 3 and abs(native - widened).max() <= 0.01 * native.max()
 

@@ -272,7 +272,8 @@ def all_options(config, B, T):
             for grad_dtype in ("bf16", "fp32"):
                 yield options(config, B, T, matmul="widened", grad_dtype=grad_dtype, **common)
                 if kernels == "numba":
-                    yield options(config, B, T, matmul="numba", grad_dtype=grad_dtype, **common)
+                    for factors in ("bf16", "fp32"):
+                        yield options(config, B, T, matmul="numba", grad_dtype=grad_dtype, factors=factors, **common)
     for kernels in KERNELS:
         for attention in ("flash", "cudnn", "efficient"):
             yield options(config, B, T, recompute=5, device="cuda", kernels=kernels, attention=attention)

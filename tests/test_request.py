@@ -34,14 +34,17 @@ def cpuinfo(tmp_path, monkeypatch, vendor, flags):
 
 
 ZEN_3, ZEN_4 = ("AuthenticAMD", "avx2"), ("AuthenticAMD", "avx2 avx512f avx512_bf16")
-SKYLAKE, SAPPHIRE_RAPIDS = ("GenuineIntel", "avx2 avx512f"), ("GenuineIntel", "avx512f avx512_bf16 amx_bf16")
+SKYLAKE, COOPER_LAKE = ("GenuineIntel", "avx2 avx512f"), ("GenuineIntel", "avx512f avx512_bf16")
+SAPPHIRE_RAPIDS = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16 amx_bf16")
+WITHOUT_TILES = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16")  # as virtual machines may show it
 
 
 @pytest.mark.parametrize("processor, precision, kernels, taken", [
     (ZEN_4, "fp32", "numba", "numba"), (ZEN_4, "bf16", "numba", "numba"), (ZEN_4, "fp32", "torch", "native"),
     (ZEN_4, "bf16", "torch", "native"), (ZEN_3, "fp32", "numba", "native"), (ZEN_3, "bf16", "numba", "widened"),
     (SKYLAKE, "fp32", "numba", "native"), (SKYLAKE, "bf16", "torch", "widened"), (SAPPHIRE_RAPIDS, "fp32", "numba", "native"),
-    (SAPPHIRE_RAPIDS, "bf16", "numba", "native"),
+    (SAPPHIRE_RAPIDS, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "torch", "native"),
+    (WITHOUT_TILES, "fp32", "numba", "native"), (WITHOUT_TILES, "bf16", "numba", "numba"), (WITHOUT_TILES, "bf16", "torch", "widened"),
 ])  # fmt: skip
 def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp_path, processor, precision, kernels, taken):
     """numba's only where its other kernels run too; and never on a GPU."""
@@ -50,7 +53,19 @@ def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp
     assert options("", precision, "cuda").matmul == "native"
 
 
-@pytest.mark.parametrize("processor", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS])
+@pytest.mark.parametrize("processor, multiplied", [
+    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (ZEN_3, "fp32"), (SKYLAKE, "fp32"), (SAPPHIRE_RAPIDS, "fp32"), (WITHOUT_TILES, "fp32"),
+])  # fmt: skip
+def test_numba_s_kernels_multiply_pairs_of_bf16_where_that_is_faster_than_fp32(monkeypatch, tmp_path, processor, multiplied):
+    """And the peak that MFU is relative to is that of what is multiplied."""
+    cpuinfo(tmp_path, monkeypatch, *processor)
+    o = options("--kernels numba --matmul numba", "bf16", "cpu")
+    assert (o.factor_type, o.multiplied_in) == (multiplied, multiplied)
+    assert options("--kernels numba", "fp32", "cpu").factor_type == "fp32"
+    assert options("", "bf16", "cuda").multiplied_in == "bf16"
+
+
+@pytest.mark.parametrize("processor", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS, WITHOUT_TILES])
 @pytest.mark.parametrize("precision, words, taken", [
     ("bf16", "--matmul widened", "widened"), ("bf16", "--matmul native", "native"), ("fp32", "--matmul native", "native"),
     ("fp32", "--matmul numba --kernels numba", "numba"), ("bf16", "--matmul numba --kernels numba", "numba"),

@@ -1,7 +1,8 @@
 """Products of matrices within a kernel, tile by tile in registers.
 
 A factor is 32 bits: an fp32, or two bf16 that are neighbours in the dimension that a product sums over, the first in the lower half.
-Flat arrays of factors are fp32, or uint32 where they are such pairs. What is added up is fp32.
+Flat arrays of factors are fp32, or uint32 where they are such pairs. What is added up is fp32. Numbers in bf16 become either: widened
+to fp32 as they are packed, where the plan has room for that.
 """
 
 import platform
@@ -10,16 +11,16 @@ from llmc.kernels_cpu.door import (
     FLOAT, INT16, INT32, LLVM, alloca_once, for_range, get_or_insert_function, intrinsic, ir, nearest, place_of, processor_features, shared,
     types,
 )  # fmt: skip
+from llmc.memory.plan import TILE_ROWS as ROWS
 
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
-# 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
-ROWS, VECTORS = 4, 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
+# of 4 rows 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
+VECTORS = 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
 COLUMNS = VECTORS * LANES
 LINE = 64  # bytes of a line of cache
-# by AVX-512's instruction, which earlier LLVMs have for other types. Processors with AMX, Intel's, have it at half the rate of fp32's:
-# there widened factors were measured 1.35 times as fast
-MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and "amx-bf16" not in PROCESSOR and LLVM >= (16,)
+# by AVX-512's instruction, which earlier LLVMs have for other types; else as two products of widened numbers. Whether it pays: backend.py
+MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)
 FLOATS, INTS, HALVES = (ir.VectorType(number, LANES) for number in (FLOAT, INT32, INT16))
 
 
@@ -49,6 +50,16 @@ def _add_product(builder, total, a, b, pairs):
     low = [builder.bitcast(builder.shl(x, INTS([16] * LANES)), FLOATS) for x in (a, b)]
     high = [builder.bitcast(builder.and_(x, INTS([0xFFFF0000] * LANES)), FLOATS) for x in (a, b)]
     return _add_product(builder, _add_product(builder, total, *low, False), *high, False)
+
+
+def _widened(builder, x, kind):
+    """bf16 numbers, or vectors of them, as the fp32 they are; kind is that of as many int32."""
+    return builder.shl(builder.zext(x, kind), kind(16 if kind is INT32 else [16] * LANES))
+
+
+def _widens(factors, array):
+    """Whether factors of numbers in that array are those in fp32."""
+    return factors.dtype == types.float32 and array.dtype == types.uint16
 
 
 def _everywhere(builder, x, kind):
@@ -138,6 +149,8 @@ def _transposer(neighbours):
                 return builder.bitcast(builder.gep(place, [builder.mul(row, row.type(i))]), kind.as_pointer())
 
             def read(i):
+                if _widens(out, x):
+                    return _widened(builder, builder.load(line(x_place, x_row, i, HALVES), align=2), INTS)
                 if not joined:
                     return builder.load(line(x_place, x_row, i), align=2)
                 halves = (builder.load(line(x_place, x_row, 2 * i + half, HALVES), align=2) for half in (0, 1))
@@ -199,11 +212,14 @@ def store_factor(typing, factors, index, first, second):
 
 @intrinsic
 def copy_factor(typing, factors, index, array, first):
-    """factors[index] = the factor that array[first] begins, of an array of their type."""
+    """factors[index] = the factor that array[first] begins."""
 
     def emit(context, builder, signature, values):
-        out = place_of(context, builder, factors, *values[:2])
-        builder.store(builder.load(builder.bitcast(place_of(context, builder, array, *values[2:]), out.type), align=2), out)
+        out, place = place_of(context, builder, factors, *values[:2]), place_of(context, builder, array, *values[2:])
+        if _widens(factors, array):
+            builder.store(builder.bitcast(_widened(builder, builder.load(place), INT32), FLOAT), out)
+        else:
+            builder.store(builder.load(builder.bitcast(place, out.type), align=2), out)
         return context.get_dummy_value()
 
     return types.void(factors, types.intp, array, types.intp), emit
@@ -211,10 +227,12 @@ def copy_factor(typing, factors, index, array, first):
 
 @intrinsic
 def join_factor(typing, factors, index, array, first, second):
-    """factors[index] = the number array[first], or where factors are pairs that and array[second]; of an array of their type."""
+    """factors[index] = the number array[first], or where factors are pairs that and array[second]."""
 
     def emit(context, builder, signature, values):
         x = builder.load(place_of(context, builder, array, values[2], values[3]))
+        if _widens(factors, array):
+            x = builder.bitcast(_widened(builder, x, INT32), FLOAT)
         if factors.dtype == types.uint32:
             high = builder.zext(builder.load(place_of(context, builder, array, values[2], values[4])), INT32)
             x = builder.or_(builder.zext(x, INT32), builder.shl(high, INT32(16)))

@@ -21,10 +21,11 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
-ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles of 4 x 64
-# of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 64 KiB; and rows
-# that there is room for to add up their product with the left one's, for each worker
-MATMUL_DEPTH, MATMUL_PANEL, MATMUL_ROWS = 256, 64, 512
+TILE_ROWS = 4  # of a product of numba's kernels, which is made of tiles of 4 x 64 at most
+ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles
+# of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 128 KiB, beside a
+# tile's rows of the left one; rows of the left one that are shared out together; and those that each worker has room to add up products of
+MATMUL_DEPTH, MATMUL_PANEL, MATMUL_BLOCK, MATMUL_ROWS = 256, 128, 64, 256
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
@@ -89,6 +90,7 @@ class PlanOptions:
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
     matmul: str = "native"  # on a CPU native, which is torch's, numba, or widened, which is torch's of bf16 factors in fp32
+    factors: str = ""  # bf16 | fp32, what numba's kernels multiply; empty: as the weights
     step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps
     reduce_every_micro_step: bool = False  # of several, gradients are summed over ranks after each, as stages 2 and 3 must
     keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
@@ -114,7 +116,12 @@ class PlanOptions:
     @property
     def multiplied_in(self) -> str:
         """Type of the factors of matmuls."""
-        return "fp32" if self.matmul == "widened" else self.precision
+        return {"native": self.precision, "numba": self.factor_type, "widened": "fp32"}[self.matmul]
+
+    @property
+    def factor_type(self) -> str:
+        """Type of the factors of products within numba's kernels."""
+        return self.factors or self.precision
 
     @property
     def gradients(self) -> str:
@@ -442,23 +449,16 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
 
 
 def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
-    """Of numba's matmuls: Wm workers, Rm rows for their sums in all, and Pm factors of a left matrix that are packed at once: of as many
-    of its rows as fit, but at least of a panel's."""
-
-    def panels(n):
-        return -(-n // MATMUL_PANEL)
-
+    """Of numba's matmuls: Wm workers, Rm rows for their sums in all, Nf numbers in a factor, and Pm factors of a left matrix, of columns,
+    that are packed at once: of as many of its rows as fit, but at least of a block's."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
-    widths = sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"]
-    widest, deepest = (
-        max(widths),
-        max([rows, *(n for n in widths if n % 2)]),
-    )  # of an odd number of bf16 some have no other to be a pair with
-    workers = max(1, min(tuning.matmul_workers, panels(widest)))
+    widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
+    workers = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL)))
     return {
         "Wm": workers,
-        "Rm": workers * min(MATMUL_ROWS, panels(max(rows, widest)) * MATMUL_PANEL),
-        "Pm": MATMUL_PANEL * deepest * max(1, min(tuning.packed_factors // (MATMUL_PANEL * deepest), panels(widest))),
+        "Rm": workers * min(MATMUL_ROWS, _whole(max(rows, widest), MATMUL_BLOCK)),
+        "Nf": 4 // DTYPE_BYTES[o.factor_type],
+        "Pm": MATMUL_BLOCK * rows * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * rows), -(-widest // MATMUL_BLOCK))),
     }
 
 
@@ -480,15 +480,15 @@ def attention_workers(o: PlanOptions) -> int:
     """Threads that numba's attention keeps busy at most, each with a head."""
     sizes = _attention_sizes(o) | {"Wa": 1}
     rooms = (row for row in NUMBA_ATTENTION if row[1].startswith("Wa"))
-    each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.precision if dtype == "act" else dtype] for _, shape, dtype in rooms)
+    each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.factor_type if dtype == "factor" else dtype] for _, shape, dtype in rooms)
     heads = o.B * sizes_of(o.config, parts=o.tensor_parallel)["h"]
     return max(1, min(heads, TUNING[o.device].worker_bytes // each))
 
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
-    """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks, We forms of weights, of which bf16 has one more."""
+    """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks, We forms of weights, of which pairs have one more."""
     tokens, channels = (_whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
-    return {"Tb": tokens, "Hb": channels, "We": 2 if o.precision == "fp32" else 3}
+    return {"Tb": tokens, "Hb": channels, "We": 2 if o.factor_type == "fp32" else 3}
 
 
 STEP = ("encoder", "encoder_backward")
@@ -496,7 +496,7 @@ STEP = ("encoder", "encoder_backward")
 
 def _activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
-    sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients}
+    sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients, "factor": o.factor_type}
     rows = (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_rank_rows(o), *_update_rows(o), *_sample_rows(o))
     for name, purpose, shape, dtype, *spans in rows:
         yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
@@ -555,9 +555,9 @@ def _head_rows(o: PlanOptions):
 # working room of attention on a CPU: (name, shape, dtype)
 TORCH_ATTENTION = (("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("sums", "2 3k", "fp32"), ("mask", "Q Q", "fp32"))
 NUMBA_ATTENTION = (
-    ("packed", "Wa 3 Tb Hb", "act"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"), ("weights", f"Wa We Tb {ATTENTION_BLOCK}", "act"),
-    ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "act"), ("block", f"Wa 1 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"),
-    ("bias", "B 3k", "fp32"),
+    ("packed", "Wa 3 Tb Hb", "factor"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"),
+    ("weights", f"Wa We Tb {ATTENTION_BLOCK}", "factor"), ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"),
+    ("block", f"Wa 1 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
 
 
@@ -567,9 +567,9 @@ def _working_rows(o: PlanOptions):
     if widens(o):
         yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.matmul == "widened" else backward
     if o.matmul == "numba":
-        yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL}", "fp32", STEP
+        yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL + TILE_ROWS} Nf", "factor", STEP
         yield "matmul_sums", "scratch", f"Rm {MATMUL_PANEL}", "fp32", STEP
-        yield "matmul_packed", "scratch", "Pm", "fp32", STEP
+        yield "matmul_packed", "scratch", "Pm Nf", "factor", STEP
     if o.attention_kind == "cpu":
         stages = (s for s in _stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
         spans = [(s, s) for s in stages]

@@ -90,8 +90,10 @@ def describe(o: PlanOptions) -> str:
         forms.append(f"m and v in {o.optimizer_state}")
     if o.gradients != o.precision:
         forms.append(f"gradients in {o.gradients}")
-    if o.matmul != "native":
-        forms.append({"widened": "matmuls widened to fp32", "numba": "matmuls by numba"}[o.matmul])
+    if o.matmul == "numba":
+        forms.append("matmuls by numba")
+    if o.multiplied_in != o.precision:
+        forms.append("matmuls widened to fp32")
     if o.offload_residual:
         forms.append("residuals in host memory")
     if o.async_checkpoint:
