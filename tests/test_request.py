@@ -65,6 +65,16 @@ def test_numba_s_kernels_multiply_pairs_of_bf16_where_that_is_faster_than_fp32(m
     assert options("", "bf16", "cuda").multiplied_in == "bf16"
 
 
+@pytest.mark.parametrize("processor, rounds", [(ZEN_4, True), (SAPPHIRE_RAPIDS, True), (ZEN_3, False), (WITHOUT_TILES, False)])
+def test_fp32_matmuls_are_of_bf16_products_only_where_those_are_faster(monkeypatch, tmp_path, processor, rounds):
+    cpuinfo(tmp_path, monkeypatch, *processor)
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    with llmc.backend.bf16_products(True):
+        assert matmul.fp32_precision == ("bf16" if rounds else before)
+    assert matmul.fp32_precision == before != "bf16"
+
+
 @pytest.mark.parametrize("processor", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS, WITHOUT_TILES])
 @pytest.mark.parametrize("precision, words, taken", [
     ("bf16", "--matmul widened", "widened"), ("bf16", "--matmul native", "native"), ("fp32", "--matmul native", "native"),
