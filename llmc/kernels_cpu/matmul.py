@@ -142,11 +142,11 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room):
 def square_multiplier():
     """A function of (out, a, b), square matrices whose factors are as they are, in room of its own: for measurements."""
     threads = door.threads()
-    sums = torch.empty(threads * MOST_ROWS, PANEL)
+    panels, sums = torch.empty(threads, DEPTH, PANEL + ROWS), torch.empty(threads * MOST_ROWS, PANEL)
 
     def multiply(out, a, b):
-        panels = torch.empty(threads, DEPTH, PANEL + ROWS, 4 // a.element_size(), dtype=a.dtype)
-        matmul_dinput(out, a, b, room={"matmul_panels": panels, "matmul_sums": sums, "matmul_packed": panels})
+        packed = panels.view(a.dtype)
+        matmul_dinput(out, a, b, room={"matmul_panels": packed, "matmul_sums": sums, "matmul_packed": packed})
 
     return multiply
 
