@@ -25,7 +25,7 @@ from llmc.kernels import matmul_operations, other_matmuls
 from llmc.kernels_cpu import door, matmul, why_no_cpu_kernels
 from llmc.kernels_cpu.functions import numba_operations
 from llmc.layers import attention_operations, torch_operations
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.plan import TILE_DEPTH, TILE_ROWS, Plan, PlanOptions
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
     CONFIG, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
@@ -254,49 +254,61 @@ PRODUCT = """
 import numpy as np
 import torch
 from llmc.kernels_cpu import door, matmul
-from llmc.kernels_cpu.tiles import COLUMNS, LANES, MULTIPLIES_PAIRS, ROWS, multiply, store_factor, values_of
+from llmc.memory.plan import TILE_ROWS
+from llmc.kernels_cpu.tiles import (
+    LANES, MULTIPLIES_PAIRS, MULTIPLIES_TILES, close_tiles, multiply, open_tiles, pack_left, pack_right, tile_of, whole_depth,
+)
 
 
 @door.njit
-def pack(out, rows):
-    for k in range(0, len(rows), values_of(out)):
-        for i in range(rows.shape[1]):
-            store_factor(out, k // values_of(out) * rows.shape[1] + i, rows[k, i], rows[k + values_of(out) - 1, i])
+def product(c, a, b, a_steps, b_steps, left, right, sizes, adds):
+    rows, columns, depth = sizes
+    shapes, all_depth = np.empty(64, np.uint8), whole_depth(left, depth)
+    pack_left(left, 0, all_depth, rows, all_depth, a, 0, *a_steps, rows, depth)
+    pack_right(right, columns, 0, columns, all_depth, b, 0, *b_steps, columns, depth)
+    open_tiles(left, shapes)
+    multiply(c, columns, left, all_depth, right, columns, rows, columns, all_depth, adds)
+    close_tiles(left, shapes)
 
 
-@door.njit
-def product(c, a, b, n, adds):
-    multiply(c, n[1], a, 1, n[0], b, n[1], n[0], n[1], n[2], adds)
+def numbers(x, kind):
+    flat = np.ascontiguousarray(x).ravel()
+    return flat if kind == np.float32 else (flat.view(np.uint32) >> 16).astype(np.uint16)
 
 
-rows, columns, depth = 3 * ROWS, 2 * COLUMNS, 10
 chance = np.random.default_rng(0)
-a, b, before = (chance.integers(-99, 100, shape).astype(np.float32) for shape in ((depth, rows), (depth, columns), (rows, columns)))
-for kind, each in ((np.float32, 1), (np.uint32, 2)):
-    packed = [np.zeros(x.size // each, kind) for x in (a, b)]
-    pack(packed[0], a)
-    pack(packed[1], b)
-    for adds in (0, 1):
-        c = before.copy() if adds else np.full_like(before, np.nan)
-        product(c.ravel(), *packed, (rows, columns, depth // each), adds)
-        assert (c == a.T @ b + adds * before).all(), (kind, adds)
+for kind in (np.float32, np.uint32):
+    tile = tile_of(kind == np.uint32)
+    rows, columns, depth = 3 * tile.rows, 2 * max(tile.columns, LANES), 83
+    a, b, before = (chance.integers(-99, 100, shape).astype(np.float32) for shape in ((rows, depth), (depth, columns), (rows, columns)))
+    room = [np.full(96 * n, 0x7FC07FC0, np.uint32).view(kind) for n in (rows, columns)]  # of NaNs
+    for a_turned in (False, True):
+        for b_turned in (False, True):
+            given = numbers(a.T if a_turned else a, kind), numbers(b.T if b_turned else b, kind)
+            steps = (1, rows) if a_turned else (depth, 1), (depth, 1) if b_turned else (1, columns)
+            for adds in (0, 1):
+                c = before.copy() if adds else np.full_like(before, np.nan)
+                product(c.ravel(), *given, *steps, *room, (rows, columns, depth), adds)
+                assert (c == a @ b + adds * before).all(), (kind, a_turned, b_turned, adds)
 inp, weight = (torch.from_numpy(chance.integers(-9, 10, shape)).float() for shape in ((9, 70), (131, 70)))
 sums = torch.full((2 * matmul.PANEL, matmul.PANEL), torch.nan)
 kinds = (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)
 for dtype, factors in kinds if LANES < 16 else ():  # elsewhere other tests are of the same code
     out = torch.full((9, 131), torch.nan, dtype=dtype)
-    panels = torch.full((2, matmul.DEPTH, matmul.PANEL + ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
+    panels = torch.full((2, matmul.DEPTH, matmul.PANEL + TILE_ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
     room = {"matmul_panels": panels, "matmul_sums": sums, "matmul_packed": panels[0].clone()}
     matmul.matmul_forward(out, inp.to(dtype), weight.to(dtype), room=room)
     assert torch.equal(out, (inp @ weight.t()).to(dtype)), (dtype, factors)
-print(LANES, MULTIPLIES_PAIRS)
+print(LANES, MULTIPLIES_PAIRS, MULTIPLIES_TILES)
 """
-PROCESSORS = {  # what numba is told to compile for, a processor and its features -> lanes, and whether pairs have an instruction
-    "this one": (None, ("16 True", "16 False", "8 False", "4 False")),
-    "AVX-512 and bf16": (("skylake-avx512", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512bf16"), ("16 True", "16 False")),
-    "AVX-512": (("skylake-avx512", "avx", "avx2", "fma", "avx512f"), ("16 False",)),
-    "AVX2": (("haswell", "avx", "avx2", "fma"), ("8 False",)),
-    "SSE2": (("generic",), ("4 False",)),
+AVX512 = "avx", "avx2", "fma", "avx512f"
+PROCESSORS = {  # what numba is told to compile for, a processor and its features -> lanes, whether pairs have an instruction, and tiles
+    "this one": (None, ("16 True True", "16 True False", "16 False False", "8 False False", "4 False False")),
+    "AMX": (("skylake-avx512", *AVX512, "avx512bw", "avx512bf16", "amx-tile", "amx-bf16"), ("16 True True", "16 False True")),
+    "AVX-512 and bf16": (("skylake-avx512", *AVX512, "avx512bw", "avx512bf16"), ("16 True False", "16 False False")),
+    "AVX-512": (("skylake-avx512", *AVX512), ("16 False False",)),
+    "AVX2": (("haswell", "avx", "avx2", "fma"), ("8 False False",)),
+    "SSE2": (("generic",), ("4 False False",)),
 }
 
 
@@ -332,7 +344,7 @@ kinds = pytest.mark.parametrize(  # of numbers, of factors, and of gradients
 def matmul_room(factors, workers=3, sums=1024, packed=1 << 20, filled=nan):
     each = 4 // factors.itemsize
     return {
-        "matmul_panels": torch.full((workers, matmul.DEPTH, matmul.PANEL + matmul.ROWS, each), filled, dtype=factors),
+        "matmul_panels": torch.full((workers, matmul.DEPTH, matmul.PANEL + TILE_ROWS, each), filled, dtype=factors),
         "matmul_sums": torch.full((workers * sums, matmul.PANEL), filled),
         "matmul_packed": torch.full((packed, each), filled, dtype=factors),
     }
@@ -383,10 +395,11 @@ def test_matmuls_are_as_exact_as_torch_s(rows, C, OC, dtype, factors, grad_dtype
 @matmuls
 @kinds
 def test_neither_threads_nor_the_room_matter_to_a_bit_of_a_product(rows, C, OC, dtype, factors, grad_dtype):
-    """Fewer workers than threads, as little room as can be, and what it held."""
+    """Fewer workers than threads, as little room as can be, much, and what it held."""
     runs = []
-    smallest = matmul.BLOCK * rows
-    for threads, room in ((2, {}), (1, {"sums": 64, "filled": 3e38}), (5, {"workers": 2, "packed": smallest}), (3, {"sums": 128})):
+    smallest = matmul.BLOCK * -(-rows // TILE_DEPTH) * TILE_DEPTH
+    little = (1, {"sums": 64, "filled": 3e38}), (5, {"workers": 2, "packed": smallest}), (3, {"sums": 128})
+    for threads, room in ((2, {}), *little, (1, {"workers": 30})):
         chance = torch.Generator().manual_seed(1)
         torch.set_num_threads(threads)
         numbers, room = lambda *s: torch.randn(s, generator=chance), matmul_room(factors, **room)

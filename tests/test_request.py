@@ -26,16 +26,18 @@ def options(text="", precision="bf16", kind="cuda", config=D12):
     return plan_options(asked(text), config, precision, kind)
 
 
-def cpuinfo(tmp_path, monkeypatch, vendor, flags):
-    """Say what processor this is."""
+def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True):
+    """Say what processor this is, and whether Linux would grant the use of AMX."""
     path = tmp_path / "cpuinfo"
     path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n")
     monkeypatch.setattr(llmc.backend, "CPU_INFO", path)
+    monkeypatch.setattr(llmc.backend, "linux_grants_amx", lambda: granted)
 
 
 ZEN_3, ZEN_4 = ("AuthenticAMD", "avx2"), ("AuthenticAMD", "avx2 avx512f avx512_bf16")
 SKYLAKE, COOPER_LAKE = ("GenuineIntel", "avx2 avx512f"), ("GenuineIntel", "avx512f avx512_bf16")
 SAPPHIRE_RAPIDS = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16 amx_bf16")
+REFUSED = (*SAPPHIRE_RAPIDS, False)
 WITHOUT_TILES = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16")  # as virtual machines may show it
 
 
@@ -43,7 +45,8 @@ WITHOUT_TILES = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16")  # as virtua
     (ZEN_4, "fp32", "numba", "numba"), (ZEN_4, "bf16", "numba", "numba"), (ZEN_4, "fp32", "torch", "native"),
     (ZEN_4, "bf16", "torch", "native"), (ZEN_3, "fp32", "numba", "native"), (ZEN_3, "bf16", "numba", "widened"),
     (SKYLAKE, "fp32", "numba", "native"), (SKYLAKE, "bf16", "torch", "widened"), (SAPPHIRE_RAPIDS, "fp32", "numba", "native"),
-    (SAPPHIRE_RAPIDS, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "torch", "native"),
+    (SAPPHIRE_RAPIDS, "bf16", "numba", "numba"), (SAPPHIRE_RAPIDS, "bf16", "torch", "native"), (REFUSED, "bf16", "torch", "widened"),
+    (COOPER_LAKE, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "torch", "native"),
     (WITHOUT_TILES, "fp32", "numba", "native"), (WITHOUT_TILES, "bf16", "numba", "numba"), (WITHOUT_TILES, "bf16", "torch", "widened"),
 ])  # fmt: skip
 def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp_path, processor, precision, kernels, taken):
@@ -54,7 +57,8 @@ def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("processor, multiplied", [
-    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (ZEN_3, "fp32"), (SKYLAKE, "fp32"), (SAPPHIRE_RAPIDS, "fp32"), (WITHOUT_TILES, "fp32"),
+    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (SAPPHIRE_RAPIDS, "bf16"), (REFUSED, "fp32"), (ZEN_3, "fp32"), (SKYLAKE, "fp32"),
+    (WITHOUT_TILES, "fp32"),
 ])  # fmt: skip
 def test_numba_s_kernels_multiply_pairs_of_bf16_where_that_is_faster_than_fp32(monkeypatch, tmp_path, processor, multiplied):
     """And the peak that MFU is relative to is that of what is multiplied."""

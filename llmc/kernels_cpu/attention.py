@@ -2,8 +2,9 @@
 
 Scores lie the other way round, (keys, queries), so that all of softmax goes on between vectors of queries. A block of queries sees all of
 its keys before its softmax is taken, in forward and once more in backward, which has nothing but qkvr. Keys and values are packed once
-for a head, queries for their block, as the factors that products want (tiles.py): of rows, where neighbours in a row are a pair, or of
-columns, where those in two rows are. A thread works on whole heads in room of its own, so the bits do not depend on their number.
+for a head, queries for their block, as the factors that products want (tiles.py). What has a row for each query comes out of its product
+the other way round too, so that there as well a block is the right matrix, whose columns it is. A thread works on whole heads in room of
+its own, so the bits do not depend on their number.
 """
 
 from collections import namedtuple
@@ -14,7 +15,9 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
 from llmc.kernels_cpu.columns import add_row, finish_columns, zero
 from llmc.kernels_cpu.door import F0, F1, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
-from llmc.kernels_cpu.tiles import copy_factor, multiply, store_factor, values_of
+from llmc.kernels_cpu.tiles import (
+    LANES, LINE, close_tiles, multiply, open_tiles, pack_left, pack_right, store_factor, transpose_rows, values_of, whole_depth,
+)  # fmt: skip
 from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
 
 LOWEST = np.float32(-np.inf)
@@ -23,46 +26,33 @@ LOWEST = np.float32(-np.inf)
 Rooms = namedtuple(
     "Rooms",
     (
-        "packed",  # factors: forward k of rows and v of columns; backward k of rows, k of columns, v of rows
+        "packed",  # factors of left matrices: forward k and the transposed v; backward k, the transposed k, and v
         "scores",  # fp32: scores, then their exponentials; gradients of probabilities
-        "weights",  # factors: forward exponentials; backward probabilities, gradients of scores, in bf16 these once more, of columns
+        "weights",  # factors: forward exponentials, right; backward probabilities and gradients of scores, left; if pairs these right too
         "weight_values",  # the same as numbers
-        "queries",  # factors: q of rows; backward also q of columns, and datty of rows and of columns
-        "block",  # fp32: a block of atty or dq
+        "queries",  # factors of right matrices: the transposed q; backward also q, and datty either way
+        "block",  # fp32: a block of atty or dq, the other way round and as it is
         "sums",  # fp32: dk and dv
     ),
 )
 
 
 @shared
-def _pack_rows(out, row_step, step, x, first, stride, rows, all_rows, width):
-    """Factors of rows: that which x[first + row * stride + i * n] begins goes to out[row * row_step + i * step]; 0 beyond `rows`."""
+def _pack_weights(out, powers, end):
+    """Exponentials (end, BLOCK) as factors of a right matrix."""
     n = values_of(out)
-    for row in range(rows):
-        at, place = first + row * stride, row * row_step
-        for i in range(width // n):
-            copy_factor(out, place + i * step, x, at + i * n)
-        if width % n:
-            store_factor(out, place + width // n * step, load(x, at + width - 1), F0)
-    for row in range(rows, all_rows):
-        for i in range((width + n - 1) // n):
-            store_factor(out, row * row_step + i * step, F0, F0)
+    for key in range(0, end, n):
+        for query in range(BLOCK):
+            first = key * BLOCK + query
+            store_factor(out, key // n * BLOCK + query, load(powers, first), load(powers, first + (n - 1) * BLOCK))
 
 
 @shared
-def _pack_columns(out, row_step, x, first, stride, rows, all_rows, width):
-    """Factors of columns: that which x[first + row * stride + i] begins goes to out[row // n * row_step + i]; 0 beyond `rows`."""
-    n = values_of(out)
-    for row in range(0, rows - rows % n, n):
-        at, place = first + row * stride, row // n * row_step
-        for i in range(width):
-            store_factor(out, place + i, load(x, at + i), load(x, at + (n - 1) * stride + i))
-    if rows % n:
-        for i in range(width):
-            store_factor(out, rows // n * row_step + i, load(x, first + (rows - 1) * stride + i), F0)
-    for row in range((rows + n - 1) // n, all_rows // n):
-        for i in range(width):
-            store_factor(out, row * row_step + i, F0, F0)
+def _transpose(out, x, columns):
+    """out (BLOCK, columns) = the transposed x, columns a multiple of BLOCK."""
+    for i in range(0, BLOCK, LANES):
+        for j in range(0, columns, LANES):
+            transpose_rows(out, i * columns + j, columns, x, j * BLOCK + i, BLOCK)
 
 
 @shared
@@ -102,9 +92,9 @@ def _mean_gradients(delta, powers, gradients, share, end):
 
 
 @shared
-def _score_gradients(p, ds, ds_pairs, powers, gradients, share, delta, end):
-    """Probabilities p and gradients ds of scores; the latter also as factors of columns, unless those are the same."""
-    n = values_of(ds_pairs)
+def _score_gradients(p, ds, ds_right, powers, gradients, share, delta, end):
+    """Probabilities p and gradients ds of scores; the latter also as factors of a right matrix, unless those are the same."""
+    n = values_of(ds_right)
     for key in range(0, end, n):
         for query in range(BLOCK):
             at, last = key * BLOCK + query, (key + n - 1) * BLOCK + query
@@ -115,7 +105,7 @@ def _score_gradients(p, ds, ds_pairs, powers, gradients, share, delta, end):
             if n > 1:
                 store(p, last, p_last)
                 store(ds, last, ds_last)
-                store_factor(ds_pairs, key // n * BLOCK + query, ds_at, ds_last)
+                store_factor(ds_right, key // n * BLOCK + query, ds_at, ds_last)
 
 
 @shared
@@ -135,70 +125,78 @@ def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum
 @jit
 def _forward(out, qkvr, rooms, B, T, NH, HS, workers):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
-    depth, keys_end, scale = (HS + n - 1) // n, (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
+    keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
+    depth, keys_row, values_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n
     for worker in prange(workers):
         w = np.int64(worker)
-        keys, values, queries, block = rooms.packed[w, 0], rooms.packed[w, 1], rooms.queries[w, 0], rooms.block[w, 0]
-        scores, weights = rooms.scores[w, 0], rooms.weights[w, 0]
-        highest, share = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        keys, values, queries = rooms.packed[w, 0], rooms.packed[w, 1], rooms.queries[w, 0]
+        scores, weights, block, block_rows = rooms.scores[w, 0], rooms.weights[w, 0], rooms.block[w, 0], rooms.block[w, 1]
+        highest, share, shapes = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(LINE, np.uint8)
+        open_tiles(keys, shapes)
         for head in range(w, B * NH, workers):
             first, column = head // NH * T, head % NH * HS
             q_at, out_at = first * 3 * C + column, first * C + column
-            _pack_rows(keys, Hb // n, 1, qkvr, q_at + C, 3 * C, T, keys_end, HS)
-            _pack_columns(values, Hb, qkvr, q_at + 2 * C, 3 * C, T, keys_end, HS)
+            pack_left(keys, 0, keys_row, keys_end, depth, qkvr, q_at + C, 3 * C, 1, T, HS)
+            pack_left(values, 0, values_row, Hb, values_row, qkvr, q_at + 2 * C, 1, 3 * C, HS, T)
             for at in range(0, T, BLOCK):
                 end, rows = at + BLOCK, min(BLOCK, T - at)
-                _pack_rows(queries, 1, BLOCK, qkvr, q_at + at * 3 * C, 3 * C, rows, BLOCK, HS)
-                multiply(scores, BLOCK, keys, Hb // n, 1, queries, BLOCK, end, BLOCK, depth, 0)
+                pack_right(queries, BLOCK, 0, BLOCK, depth, qkvr, q_at + at * 3 * C, 3 * C, 1, rows, HS)
+                multiply(scores, BLOCK, keys, keys_row, queries, BLOCK, end, BLOCK, depth, 0)
                 _exponentials(scores, highest, share, end, scale)
-                _pack_columns(weights, BLOCK, scores, 0, BLOCK, end, end, BLOCK)
-                multiply(block, Hb, weights, 1, BLOCK, values, Hb, BLOCK, Hb, end // n, 0)
+                _pack_weights(weights, scores, end)
+                multiply(block, BLOCK, values, values_row, weights, BLOCK, Hb, BLOCK, end // n, 0)
+                _transpose(block_rows, block, Hb)
                 for row in range(rows):
                     for i in range(HS):
-                        store(out, out_at + (at + row) * C + i, load(block, row * Hb + i) * load(share, row))
+                        store(out, out_at + (at + row) * C + i, load(block_rows, row * Hb + i) * load(share, row))
+        close_tiles(keys, shapes)
 
 
 @jit
 def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
-    depth, keys_end, scale = (HS + n - 1) // n, (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
+    keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
+    depth, keys_row, columns_row, queries_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n, BLOCK // n
     for worker in prange(workers):
         w = np.int64(worker)
-        k_rows, k_columns, v_rows, block = rooms.packed[w, 0], rooms.packed[w, 1], rooms.packed[w, 2], rooms.block[w, 0]
-        q_rows, q_columns, do_rows, do_columns = rooms.queries[w, 0], rooms.queries[w, 1], rooms.queries[w, 2], rooms.queries[w, 3]
+        k_rows, k_columns, v_rows = rooms.packed[w, 0], rooms.packed[w, 1], rooms.packed[w, 2]
+        q_columns, q_rows, do_columns, do_rows = rooms.queries[w, 0], rooms.queries[w, 1], rooms.queries[w, 2], rooms.queries[w, 3]
         powers, dp, dk, dv = rooms.scores[w, 0], rooms.scores[w, 1], rooms.sums[w, 0], rooms.sums[w, 1]
         p, ds, p_values, ds_values = rooms.weights[w, 0], rooms.weights[w, 1], rooms.weight_values[w, 0], rooms.weight_values[w, 1]
-        ds_pairs = ds if n == 1 else rooms.weights[w, 2]
+        ds_right, block, block_rows = ds if n == 1 else rooms.weights[w, 2], rooms.block[w, 0], rooms.block[w, 1]
         highest, share, delta = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-        tile_sum = np.empty(HS, np.float32)
+        tile_sum, shapes = np.empty(HS, np.float32), np.empty(LINE, np.uint8)
+        open_tiles(p, shapes)
         for head in range(w, B * NH, workers):
             first, column = head // NH * T, head % NH * HS
             q_at, out_at, sums_at = first * 3 * C + column, first * C + column, head // NH * 3 * C + column
             for which in range(3):
                 zero(bias_sums, sums_at + which * C, HS)
-            _pack_rows(k_rows, Hb // n, 1, qkvr, q_at + C, 3 * C, T, keys_end, HS)
-            _pack_columns(k_columns, Hb, qkvr, q_at + C, 3 * C, T, keys_end, HS)
-            _pack_rows(v_rows, Hb // n, 1, qkvr, q_at + 2 * C, 3 * C, T, keys_end, HS)
+            pack_left(k_rows, 0, keys_row, keys_end, depth, qkvr, q_at + C, 3 * C, 1, T, HS)
+            pack_left(k_columns, 0, columns_row, Hb, columns_row, qkvr, q_at + C, 1, 3 * C, HS, T)
+            pack_left(v_rows, 0, keys_row, keys_end, depth, qkvr, q_at + 2 * C, 3 * C, 1, T, HS)
             adds = 0  # the last block of queries comes first: it writes all of dk and dv
             for at in range(keys_end - BLOCK, -1, -BLOCK):
                 end, rows = at + BLOCK, min(BLOCK, T - at)
                 q, do = q_at + at * 3 * C, out_at + at * C
-                _pack_rows(q_rows, 1, BLOCK, qkvr, q, 3 * C, rows, BLOCK, HS)
-                _pack_columns(q_columns, Hb, qkvr, q, 3 * C, rows, BLOCK, HS)
-                _pack_rows(do_rows, 1, BLOCK, datty, do, C, rows, BLOCK, HS)
-                _pack_columns(do_columns, Hb, datty, do, C, rows, BLOCK, HS)
-                multiply(powers, BLOCK, k_rows, Hb // n, 1, q_rows, BLOCK, end, BLOCK, depth, 0)
+                pack_right(q_columns, BLOCK, 0, BLOCK, depth, qkvr, q, 3 * C, 1, rows, HS)
+                pack_right(q_rows, Hb, 0, Hb, queries_row, qkvr, q, 1, 3 * C, HS, rows)
+                pack_right(do_columns, BLOCK, 0, BLOCK, depth, datty, do, C, 1, rows, HS)
+                pack_right(do_rows, Hb, 0, Hb, queries_row, datty, do, 1, C, HS, rows)
+                multiply(powers, BLOCK, k_rows, keys_row, q_columns, BLOCK, end, BLOCK, depth, 0)
                 _exponentials(powers, highest, share, end, scale)
-                multiply(dp, BLOCK, v_rows, Hb // n, 1, do_rows, BLOCK, end, BLOCK, depth, 0)
+                multiply(dp, BLOCK, v_rows, keys_row, do_columns, BLOCK, end, BLOCK, depth, 0)
                 _mean_gradients(delta, powers, dp, share, end)
-                _score_gradients(p_values, ds_values, ds_pairs, powers, dp, share, delta, end)
-                multiply(dv, Hb, p, BLOCK // n, 1, do_columns, Hb, end, Hb, BLOCK // n, adds)
-                multiply(dk, Hb, ds, BLOCK // n, 1, q_columns, Hb, end, Hb, BLOCK // n, adds)
-                multiply(block, Hb, ds_pairs, 1, BLOCK, k_columns, Hb, BLOCK, Hb, end // n, 0)
-                _write_gradient(dqkvr, q, 3 * C, bias_sums, sums_at, block, Hb, tile_sum, rows, scale)
+                _score_gradients(p_values, ds_values, ds_right, powers, dp, share, delta, end)
+                multiply(dv, Hb, p, queries_row, do_rows, Hb, end, Hb, queries_row, adds)
+                multiply(dk, Hb, ds, queries_row, q_rows, Hb, end, Hb, queries_row, adds)
+                multiply(block, BLOCK, k_columns, columns_row, ds_right, BLOCK, Hb, BLOCK, end // n, 0)
+                _transpose(block_rows, block, Hb)
+                _write_gradient(dqkvr, q, 3 * C, bias_sums, sums_at, block_rows, Hb, tile_sum, rows, scale)
                 adds = 1
             _write_gradient(dqkvr, q_at + C, 3 * C, bias_sums, sums_at + C, dk, Hb, tile_sum, T, scale)
             _write_gradient(dqkvr, q_at + 2 * C, 3 * C, bias_sums, sums_at + 2 * C, dv, Hb, tile_sum, T, F1)
+        close_tiles(p, shapes)
 
 
 def attention_cpu_forward(atty, qkvr, NH, scratch):

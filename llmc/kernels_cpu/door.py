@@ -23,14 +23,16 @@ import torch
 from llvmlite import ir
 from numba import njit, prange, types  # noqa: F401
 from numba.core.caching import IndexDataCacheFile
-from numba.core.cgutils import alloca_once, for_range, get_or_insert_function  # noqa: F401
+from numba.core.cgutils import alloca_once, for_range, get_or_insert_function, global_constant  # noqa: F401
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
+from llmc.backend import cpu_has_amx
 from llmc.layers.rounding import PRIME_Y
 
 LLVM = llvmlite.binding.llvm_version_info
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
+AMX_FEATURES = {"amx-tile", "amx-bf16"}
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
 # what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
@@ -118,17 +120,18 @@ def _or_nothing(read, *args):
 
 @cache
 def sources():
-    """A hash of what kernels are compiled from, their own files and what these import."""
+    """A hash of what kernels are compiled from: their own files, what these import, and what the processor's features do not tell."""
     folder = Path(__file__).resolve().parent
     files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), folder.parent / "memory" / "plan.py"])
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
+    return hashlib.sha256(b"".join([*(f.read_bytes() for f in files), b"amx" * cpu_has_amx()])).digest()
 
 
 def processor_features() -> frozenset:
     """Of the processor that numba compiles for, this one unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES says otherwise: LLVM's names."""
     features = numba.config.CPU_FEATURES
     features = get_host_cpu_features() if features is None else features
-    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+    known = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+    return known if cpu_has_amx() else known - AMX_FEATURES
 
 
 def launch(kernel, *args):
@@ -273,10 +276,17 @@ def store(typing, array, index, x):
 
 
 def nearest(builder, x):
-    bits = builder.bitcast(x, INT32)
-    odd = builder.and_(builder.lshr(bits, INT32(16)), INT32(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, INT32(0x7FFF))), INT32(16))
-    return builder.trunc(builder.select(builder.fcmp_unordered("uno", x, x), INT32(0x7FC0), rounded), INT16)
+    """fp32, or a vector of them, as bf16."""
+    lanes = getattr(x.type, "count", 0)
+
+    def wide(n):
+        return ir.VectorType(INT32, lanes)([n] * lanes) if lanes else INT32(n)
+
+    bits = builder.bitcast(x, wide(0).type)
+    odd = builder.and_(builder.lshr(bits, wide(16)), wide(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, wide(0x7FFF))), wide(16))
+    chosen = builder.select(builder.fcmp_unordered("uno", x, x), wide(0x7FC0), rounded)
+    return builder.trunc(chosen, ir.VectorType(INT16, lanes) if lanes else INT16)
 
 
 @intrinsic

@@ -1,20 +1,21 @@
 """Matmuls, tile by tile in registers: see llmc/layers/matmul.py.
 
 A panel of columns of the right factor is packed by the thread that multiplies it next, so much of its depth at once that it stays in the
-core's own cache. Rows of the left factor are read where they lie; or packed as many at a time as a tile has, where they are to be widened
-or end within a pair of bf16. Where what lies together are columns, as in a weight's gradient, they are packed before all threads go on, a
-part of the rows at a time. What a thread works on is a panel of the product, or some of its rows, added up in fp32. An element is the sum
-over DEPTH factors, added to that over the next: its bits depend on no threads or pieces.
+core's own cache. Rows of the left factor are read where they lie; or packed as many at a time as a tile has, where they are to be widened,
+or are no whole tiles. Where what lies together are columns, as in a weight's gradient, they are packed before all threads go on, a part of
+the rows at a time. What a thread works on is a panel of the product, or some of its rows, added up in fp32. An element is the sum over
+DEPTH factors, added to that over the next, or with AMX, whose tiles go on where they were, one sum: its bits depend on no threads, panels
+or pieces.
 """
 
 import numpy as np
 import torch
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, array, factors, jit, load, prange, shared, store
+from llmc.kernels_cpu.door import array, factors, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
-    COLUMNS, LANES, ROWS, copy_factor, join_factor, multiply_row, multiply_tile, prefetch_rows, store_factor, transpose_columns,
-    transpose_rows, values_of,
+    AMX, LANES, LINE, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, prefetch, stream, tile_columns, tile_depth, tile_of,
+    tile_rows, values_of, whole_depth,
 )  # fmt: skip
 from llmc.layers.rows import rows_of
 from llmc.memory.plan import MATMUL_BLOCK as BLOCK
@@ -22,49 +23,28 @@ from llmc.memory.plan import MATMUL_DEPTH as DEPTH
 from llmc.memory.plan import MATMUL_PANEL as PANEL
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)
-MOST_ROWS = 1024  # of a panel of the product in fp32: as they are read and written once for each DEPTH, they too should stay in that cache
+MOST_ROWS = 1024  # of a panel of the product in fp32: as they are read and written once for each depth, they too should stay in that cache
+# AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
+# room for leave each as much. Matmuls of d12 at 1024 rows, in ms of a step: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471
+AMX_PANEL, AMX_DEPTH = 384, 512
+
+cdiv = shared(door.cdiv)
 
 
 @shared
-def _pack(out, at, out_row, out_step, x, first, x_row, x_step, rows, depth):
-    """out[at + j * out_row + i * out_step] = factor i of row j < rows, of the numbers x[first + j * x_row + k * x_step], k < depth."""
-    n = values_of(out)
-    whole_rows, whole = rows // LANES * LANES, depth // n // LANES * LANES
-    if x_step == 1 and out_row == 1:
-        for j in range(0, whole_rows, LANES):
-            for i in range(0, whole, LANES):
-                transpose_rows(out, at + i * out_step + j, out_step, x, first + j * x_row + n * i, x_row)
-    elif x_row == 1 and out_step == 1:
-        for i in range(0, whole, LANES):
-            for j in range(0, whole_rows, LANES):
-                transpose_columns(out, at + j * out_row + i, out_row, x, first + n * i * x_step + j, x_step)
-    elif x_row == 1 and out_row == 1:
-        whole_rows, whole = rows, depth // n
-        for i in range(whole):
-            for j in range(rows):
-                here = first + n * i * x_step + j
-                join_factor(out, at + i * out_step + j, x, here, here + (n - 1) * x_step)
-    elif x_step == 1 and out_step == 1:
-        whole_rows, whole = rows, depth // n
-        for j in range(rows):
-            for i in range(whole):
-                copy_factor(out, at + j * out_row + i, x, first + j * x_row + n * i)
-    else:
-        whole = 0
-    for j in range(rows):
-        for i in range(whole if j < whole_rows else 0, (depth + n - 1) // n):
-            here = first + j * x_row + n * i * x_step
-            store_factor(out, at + j * out_row + i * out_step, load(x, here), load(x, here + x_step) if n * i + 1 < depth else F0)
-
-
-@shared
-def _finish(out, at, out_row, bias, first, sums, sums_at, rows, columns, adds, biased):
-    """out[at + i * out_row + j] = (adds: itself +) (biased: bias[first + j] +) a sum."""
+def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, columns, adds, biased, streams):
+    """out[at + i * out_row + j] = (adds: itself +) (biased: bias[first + j] +) a sum; if it streams, rows are whole lines of cache."""
     for i in range(rows):
-        o, s = at + i * out_row, sums_at + i * PANEL
+        o, s = at + i * out_row, sums_at + i * sums_row
         if adds:
             for j in range(columns):
                 store(out, o + j, load(out, o + j) + load(sums, s + j))
+        elif streams:
+            if biased:
+                for j in range(columns):
+                    store(sums, s + j, load(bias, first + j) + load(sums, s + j))
+            for j in range(0, columns, LANES):
+                stream(out, o + j, sums, s + j)
         elif biased:
             for j in range(columns):
                 store(out, o + j, load(bias, first + j) + load(sums, s + j))
@@ -74,54 +54,59 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, rows, columns, adds, b
 
 
 @jit
-def _multiply(out, bias, adds, biased, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, packed, panels, sums, workers):
+def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, packed, panels, size, sums):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias), of a[i * a_row + k * a_step] and b[j * b_row + k * b_step].
 
     where  a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
+    panels, sums  of each worker; panels of so many columns and so much depth, size, with a tile's rows behind
     """
-    n = values_of(packed)
-    end_k = (K + n - 1) // n  # in factors, as all that is called depth or k
-    n_panels, most_rows = (N + PANEL - 1) // PANEL, sums.shape[1] // PANEL
+    n, ROWS, COLUMNS = values_of(packed), tile_rows(packed), tile_columns(packed)
+    end_k = whole_depth(packed, K)  # in factors, as all that is called depth or k
+    panel_columns, panel_depth = size
+    workers, n_panels, at_once = len(panels), cdiv(N, panel_columns), end_k <= panel_depth
+    most_rows = M if at_once else sums.shape[1] // panel_columns // BLOCK * BLOCK
     part_rows = len(packed) // end_k // BLOCK * BLOCK if where == BY_PARTS else M
     for part in range(0, M, part_rows):
         end = min(M, part + part_rows)
-        blocks = (end - part + BLOCK - 1) // BLOCK
+        blocks = cdiv(end - part, BLOCK)
         left, left_row = a_factors, a_row // n
         if where == BY_PARTS:
             left, left_row = packed, end_k
             for block in prange(blocks):
                 row = part + np.int64(block) * BLOCK
-                _pack(packed, (row - part) * end_k, end_k, 1, a, row * a_row, a_row, a_step, min(BLOCK, end - row), K)
+                pack_left(packed, (row - part) * end_k, end_k, BLOCK, end_k, a, row * a_row, a_row, a_step, min(BLOCK, end - row), K)
         # pieces of a panel: that fit the room for sums, and so many that there are two for each worker
-        pieces = max((blocks * BLOCK + most_rows - 1) // most_rows, min(blocks, (2 * workers + n_panels - 1) // n_panels))
-        piece_rows = (blocks + pieces - 1) // pieces * BLOCK
-        pieces = (blocks * BLOCK + piece_rows - 1) // piece_rows
+        pieces = 1 if where != BY_PARTS and n_panels % workers == 0 else min(blocks, cdiv(2 * workers, n_panels))
+        pieces = max(pieces, cdiv(blocks * BLOCK, most_rows))
+        piece_rows = cdiv(blocks, pieces) * BLOCK
+        pieces = cdiv(blocks * BLOCK, piece_rows)
         for worker in prange(workers):
             w = np.int64(worker)
-            panel, total = panels[w], sums[w]
+            panel, total, shapes = panels[w], sums[w], np.empty(LINE, np.uint8)
+            open_tiles(panel, shapes)
             for task in range(w, n_panels * pieces, workers):
-                column, row = task // pieces * PANEL, part + task % pieces * piece_rows
-                columns, rows = min(PANEL, N - column), min(end - row, piece_rows)
-                for k in range(0, end_k, DEPTH):
-                    depth, last = min(DEPTH, end_k - k), k + DEPTH >= end_k
-                    _pack(panel, 0, 1, PANEL, b, column * b_row + k * n * b_step, b_row, b_step, columns, min(K - k * n, depth * n))
+                column, row = task // pieces * panel_columns, part + task % pieces * piece_rows
+                columns, rows = min(panel_columns, N - column), min(end - row, piece_rows)
+                for k in range(0, end_k, panel_depth):
+                    depth, last, numbers = min(panel_depth, end_k - k), k + panel_depth >= end_k, min(K - k * n, panel_depth * n)
+                    first_b = column * b_row + k * n * b_step
+                    pack_right(panel, COLUMNS, COLUMNS * panel_depth, columns, depth, b, first_b, b_row, b_step, columns, numbers)
                     for i in range(0, rows, ROWS):
                         at, height = (row + i) * N + column, min(ROWS, rows - i)
-                        rows_of_a, first, step = left, (row - part + i) * left_row + k, left_row
-                        if where == BY_TILES:
-                            rows_of_a, first, step = panel, DEPTH * PANEL, DEPTH
-                            _pack(panel, first, step, 1, a, (row + i) * a_row + k * n, a_row, 1, height, min(K - k * n, depth * n))
+                        sums_at = 0 if at_once else i * panel_columns
+                        tile, first, step = left, (row - part + i) * left_row + k, left_row
+                        if where == BY_TILES or (where == IN_PLACE and height < ROWS):
+                            tile, first, step = panel, panel_depth * panel_columns, panel_depth
+                            pack_left(panel, first, step, ROWS, depth, a, (row + i) * a_row + k * n, a_row, a_step, height, numbers)
                         for j in range(0, columns, COLUMNS):
-                            if last:
-                                prefetch_rows(out, at + j, N)  # while it is added up
-                            if height == ROWS:
-                                multiply_tile(total, i * PANEL + j, PANEL, rows_of_a, first, step, 1, panel, j, PANEL, depth, k)
-                            else:
+                            if last and tile_depth(packed) == 1:  # its place is fetched while it is added up
                                 for r in range(height):
-                                    sums_r, first_r = (i + r) * PANEL + j, first + r * step
-                                    multiply_row(total, sums_r, PANEL, rows_of_a, first_r, step, 1, panel, j, PANEL, depth, k)
+                                    for line in range(0, COLUMNS, LINE // out.itemsize):
+                                        prefetch(out, at + r * N + j + line)
+                            multiply_tile(total, sums_at + j, panel_columns, tile, first, step, panel, j * panel_depth, COLUMNS, depth, k)
                         if last:
-                            _finish(out, at, N, bias, column, total, i * PANEL, height, columns, adds, biased)
+                            _finish(out, at, N, bias, column, total, sums_at, panel_columns, height, columns, adds, biased, streams)
+            close_tiles(panel, shapes)
 
 
 def matmul_forward(out, inp, weight, bias=None, *, room):
@@ -142,7 +127,7 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room):
 def square_multiplier():
     """A function of (out, a, b), square matrices whose factors are as they are, in room of its own: for measurements."""
     threads = door.threads()
-    panels, sums = torch.empty(threads, DEPTH, PANEL + ROWS), torch.empty(threads * MOST_ROWS, PANEL)
+    panels, sums = torch.empty(threads, AMX_DEPTH, AMX_PANEL + AMX.rows), torch.empty(threads * MOST_ROWS, PANEL)
 
     def multiply(out, a, b):
         packed = panels.view(a.dtype)
@@ -155,16 +140,35 @@ def _launch(out, bias, adds, a, b, room):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias); of each of a and b either it or its transpose is contiguous."""
     (M, K), N = a.shape, b.shape[1]
     packed, panels, sums = (room[f"matmul_{name}"] for name in ("packed", "panels", "sums"))
-    workers = min(len(panels), door.threads())
-    rows = min(MOST_ROWS, len(sums) // workers // BLOCK * BLOCK)
-    sums = array(sums)[: workers * rows * PANEL].reshape(workers, -1)
+    workers, tile = min(len(panels), door.threads()), tile_of(packed.element_size() == 2)
     where = BY_TILES if a.is_contiguous() else BY_PARTS
-    if where == BY_TILES and a.dtype == packed.dtype and K % (4 // a.element_size()) == 0:
+    if where == BY_TILES and a.dtype == packed.dtype and K * a.element_size() % (4 * tile.depth) == 0:
         where = IN_PLACE
-    packed, panels = factors(packed), factors(panels).reshape(len(panels), -1)
+    streams = tile is AMX and (out.data_ptr() | N * out.element_size()) % LINE == 0
+    packed, panels, sums = factors(packed), factors(panels), array(sums)
+    columns, depth = PANEL, DEPTH
+    if tile is AMX:
+        columns, depth = _amx_panel(K, N, workers, len(panels) // workers, len(sums) // workers // BLOCK)
+    panels = panels[: workers * (columns + tile.rows) * depth].reshape(workers, -1)
+    sums_each = min(MOST_ROWS * columns, len(sums) // workers)
+    sums = sums[: workers * sums_each].reshape(workers, -1)
     numbers_a, numbers_b = (array(x if x.is_contiguous() else x.t()) for x in (a, b))
     door.launch(
-        _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None),
+        _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), int(streams),
         numbers_a, factors(a) if where == IN_PLACE else packed, *a.stride(), where, numbers_b, *reversed(b.stride()), M, N, K,
-        packed, panels, sums, workers,
+        packed, panels, (columns, depth), sums,
     )  # fmt: skip
+
+
+def _amx_panel(K, N, workers, room, most):
+    """Columns and depth of each worker's panels: that fit its room, of so many factors, and are at most so many columns."""
+    steps = door.cdiv(K, 2 * AMX.depth)  # tiles along the depth, in parts as even as can be
+    depth = AMX.depth * door.cdiv(steps, door.cdiv(steps * AMX.depth, AMX_DEPTH))
+    depth = min(depth, max(DEPTH, room // (AMX_PANEL + AMX.rows) // AMX.depth * AMX.depth))
+    most = min(AMX_PANEL, most, room // depth - AMX.rows) // AMX.columns * AMX.columns
+
+    def time(columns):
+        """Until the last worker has multiplied its panels, and for each read the left factor once."""
+        return door.cdiv(door.cdiv(N, columns), workers) * (columns + AMX.columns // 2)
+
+    return min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time), depth

@@ -3,13 +3,17 @@
 A factor is 32 bits: an fp32, or two bf16 that are neighbours in the dimension that a product sums over, the first in the lower half.
 Flat arrays of factors are fp32, or uint32 where they are such pairs. What is added up is fp32. Numbers in bf16 become either: widened
 to fp32 as they are packed, where the plan has room for that.
+
+A left matrix is packed, or lies in memory, row by row: the factors that a row's sums are made of beside each other. A right one is packed
+in blocks of columns, in each row by row. Pairs are multiplied by Intel's AMX where there is one, which has registers that are matrices.
 """
 
 import platform
+from collections import namedtuple
 
 from llmc.kernels_cpu.door import (
-    FLOAT, INT16, INT32, LLVM, alloca_once, for_range, get_or_insert_function, intrinsic, ir, nearest, place_of, processor_features, shared,
-    types,
+    AMX_FEATURES, F0, FLOAT, INT16, INT32, LLVM, alloca_once, for_range, get_or_insert_function, global_constant, intrinsic, ir, load,
+    nearest, place_of, processor_features, shared, types,
 )  # fmt: skip
 from llmc.memory.plan import TILE_ROWS as ROWS
 
@@ -35,6 +39,35 @@ class _BFloat(ir.types.Type):
 
     def __hash__(self):
         return hash(_BFloat)
+
+
+# what is multiplied at once: rows of the left matrix, columns of the right one, and factors that each sum then has more. Of AMX these are
+# four products at a time, of the eight registers four for sums and two for each side, each of 16 rows of 16 factors
+Tile = namedtuple("Tile", ("rows", "columns", "depth"))
+AMX_ROWS = 16
+AMX = Tile(2 * AMX_ROWS, 2 * AMX_ROWS, AMX_ROWS)
+MULTIPLIES_TILES = AMX_FEATURES <= PROCESSOR
+BYTE, INT64 = ir.IntType(8), ir.IntType(64)
+
+
+def tile_of(pairs) -> Tile:
+    """By which factors are multiplied, that are pairs of bf16 or not."""
+    return AMX if pairs and MULTIPLIES_TILES else Tile(ROWS, COLUMNS, 1)
+
+
+def _known(number):
+    """A function of factors that is a number known when it is compiled: number(whether they are pairs)."""
+
+    @intrinsic
+    def known(typing, factors):
+        n = number(factors.dtype == types.uint32)
+        return types.intp(factors), lambda context, builder, signature, values: context.get_constant(types.intp, n)
+
+    return known
+
+
+values_of = _known(lambda pairs: 2 if pairs else 1)  # how many numbers a factor is
+tile_rows, tile_columns, tile_depth = (_known(lambda pairs, name=name: getattr(tile_of(pairs), name)) for name in Tile._fields)
 
 
 def _add_product(builder, total, a, b, pairs):
@@ -68,71 +101,144 @@ def _everywhere(builder, x, kind):
     return builder.shuffle_vector(alone, kind(ir.Undefined), INTS([0] * LANES))
 
 
-def _tile_multiplier(rows):
-    """A function for tiles of so many rows."""
+@intrinsic
+def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, b, b_at, b_row, depth, adds):
+    """c[c_at + i c_row + j] = (adds: itself +) the sum over k < depth of a[a_at + i a_row + k] * b[b_at + k b_row + j]: one tile of a
+    product, which stays in registers. c is fp32, a and b factors of one kind; a whole tile, its depth a multiple of the tile's."""
+
+    def emit(context, builder, signature, values):
+        c_data, c_at, c_row, a_data, a_at, a_row, b_data, b_at, b_row, depth, adds = values
+        places = (place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at)))
+        pairs = a.dtype == types.uint32
+        write = _multiply_by_amx if tile_of(pairs) is AMX else _multiply_by_vectors
+        write(builder, *zip(places, (c_row, a_row, b_row)), depth, builder.icmp_signed("!=", adds, adds.type(0)), pairs)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(c, at, at, a, at, at, b, at, at, at, at), emit
+
+
+def _at(builder, place, row, i, j, kind):
+    """The place i rows and j numbers on, where something of that type lies."""
+    index = row.type
+    return builder.bitcast(builder.gep(place, [builder.add(builder.mul(row, index(i)), index(j))]), kind.as_pointer())
+
+
+def _multiply_by_vectors(builder, c, a, b, depth, adds, pairs):
+    """Each of c, a and b a place and what it is to the next row."""
+    kind = INTS if pairs else FLOATS
+    tile = [(i, j) for i in range(ROWS) for j in range(VECTORS)]
+    totals = {at: alloca_once(builder, FLOATS) for at in tile}
+    for at in tile:
+        builder.store(FLOATS([0.0] * LANES), totals[at])
+    with for_range(builder, depth) as loop:
+        b_place, a_place = builder.gep(b[0], [builder.mul(loop.index, b[1])]), builder.gep(a[0], [loop.index])
+        bs = [builder.load(_at(builder, b_place, b[1], 0, j * LANES, kind), align=4) for j in range(VECTORS)]
+        for i in range(ROWS):
+            x = _everywhere(builder, builder.load(builder.gep(a_place, [builder.mul(a[1], a[1].type(i))])), kind)
+            for j in range(VECTORS):
+                builder.store(_add_product(builder, builder.load(totals[i, j]), x, bs[j], pairs), totals[i, j])
+    places = {(i, j): _at(builder, *c, i, j * LANES, FLOATS) for i, j in tile}
+    with builder.if_then(adds):
+        for at in tile:
+            builder.store(builder.fadd(builder.load(places[at], align=4), builder.load(totals[at])), totals[at])
+    for at in tile:
+        builder.store(builder.load(totals[at]), places[at], align=4)
+
+
+def _amx(builder, name, *operands):
+    """An instruction of AMX; registers are numbers known when it is compiled."""
+    function = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
+    builder.call(get_or_insert_function(builder.module, function, f"llvm.x86.{name}"), operands)
+
+
+def _multiply_by_amx(builder, c, a, b, depth, adds, pairs):
+    """As by vectors. Sums are in registers 0 to 3, the left matrix in 4 and 5, the right one in 6 and 7."""
+
+    def move(instruction, register, matrix, i, j):
+        place, row = matrix
+        _amx(builder, instruction, BYTE(register), _at(builder, place, row, i, j, BYTE), builder.mul(row, row.type(4)))
+
+    sums = [(2 * i + j, c, i * AMX_ROWS, j * AMX_ROWS) for i in range(2) for j in range(2)]
+    with builder.if_else(adds) as (more, first):
+        with more:
+            for at in sums:
+                move("tileloadd64", *at)
+        with first:
+            for register, *_ in sums:
+                _amx(builder, "tilezero", BYTE(register))
+    with for_range(builder, builder.udiv(depth, depth.type(AMX.depth))) as loop:
+        done = builder.mul(loop.index, depth.type(AMX.depth))
+        left, right = (builder.gep(a[0], [done]), a[1]), (builder.gep(b[0], [builder.mul(done, b[1])]), b[1])
+        move("tileloadd64", 4, left, 0, 0)
+        for j in range(2):
+            move("tileloaddt164", 6 + j, right, 0, j * AMX_ROWS)
+            _amx(builder, "tdpbf16ps", BYTE(j), BYTE(4), BYTE(6 + j))
+        move("tileloadd64", 5, left, AMX_ROWS, 0)
+        for j in range(2):
+            _amx(builder, "tdpbf16ps", BYTE(2 + j), BYTE(5), BYTE(6 + j))
+    for at in sums:
+        move("tilestored64", *at)
+
+
+# of AMX: all eight registers have 16 rows of 64 bytes
+SHAPES = bytes([1] + 15 * [0] + 8 * [LINE, 0] + 16 * [0] + 8 * [AMX_ROWS] + 8 * [0])
+
+
+def _shapes_of_registers(write):
+    """A function of (factors, memory of 64 bytes) for what has to be done before and after a thread multiplies such factors."""
 
     @intrinsic
-    def multiply(typing, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, depth, adds):
+    def prepare(typing, factors, kept):
         def emit(context, builder, signature, values):
-            c_data, c_at, c_row, a_data, a_at, a_row, a_step, b_data, b_at, b_step, depth, adds = values
-            index = depth.type
-            c_place, a_place, b_place = (
-                place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at))
-            )
-            kind = INTS if a.dtype == types.uint32 else FLOATS
-            tile = [(i, j) for i in range(rows) for j in range(VECTORS)]
-            totals = {at: alloca_once(builder, FLOATS) for at in tile}
-
-            def vector(place, offset, kind):
-                return builder.bitcast(builder.gep(place, [offset]), kind.as_pointer())
-
-            def place_in_c(i, j):
-                return vector(c_place, builder.add(builder.mul(c_row, index(i)), index(j * LANES)), FLOATS)
-
-            for at in tile:
-                builder.store(FLOATS([0.0] * LANES), totals[at])
-            with for_range(builder, depth) as loop:
-                b_row = builder.gep(b_place, [builder.mul(loop.index, b_step)])
-                a_column = builder.gep(a_place, [builder.mul(loop.index, a_step)])
-                bs = [builder.load(vector(b_row, index(j * LANES), kind), align=4) for j in range(VECTORS)]
-                for i in range(rows):
-                    x = _everywhere(builder, builder.load(builder.gep(a_column, [builder.mul(a_row, index(i))])), kind)
-                    for j in range(VECTORS):
-                        builder.store(_add_product(builder, builder.load(totals[i, j]), x, bs[j], kind is INTS), totals[i, j])
-            with builder.if_then(builder.icmp_signed("!=", adds, index(0))):
-                for at in tile:
-                    builder.store(builder.fadd(builder.load(place_in_c(*at), align=4), builder.load(totals[at])), totals[at])
-            for at in tile:
-                builder.store(builder.load(totals[at]), place_in_c(*at), align=4)
+            if tile_of(factors.dtype == types.uint32) is AMX:
+                write(builder, builder.bitcast(place_of(context, builder, kept, values[1], INT64(0)), BYTE.as_pointer()))
             return context.get_dummy_value()
 
-        at = types.intp
-        return types.void(c, at, at, a, at, at, at, b, at, at, at, at), emit
+        return types.void(factors, kept), emit
 
-    return multiply
+    return prepare
 
 
-# c[c_at + i c_row + j] = (adds: itself +) sum over k < depth of a[a_at + i a_row + k a_step] * b[b_at + k b_step + j], i < ROWS, or one
-# row, and j < COLUMNS: one tile of a product, which stays in registers. c is fp32; a and b are arrays of factors, uint32 if those are pairs
-multiply_tile, multiply_row = _tile_multiplier(ROWS), _tile_multiplier(1)
+def _set_shapes(builder, kept):
+    _amx(builder, "sttilecfg", kept)
+    shapes = global_constant(builder, "shapes", ir.Constant(ir.ArrayType(BYTE, len(SHAPES)), bytearray(SHAPES)))
+    _amx(builder, "ldtilecfg", builder.bitcast(shapes, BYTE.as_pointer()))
+
+
+# a library of the same thread, as oneDNN is, may go on with the shapes that it has set, so these are kept meanwhile
+open_tiles, close_tiles = (_shapes_of_registers(write) for write in (_set_shapes, lambda builder, kept: _amx(builder, "ldtilecfg", kept)))
 
 
 @intrinsic
-def prefetch_rows(typing, array, at, row):
-    """Have ROWS x COLUMNS elements from array[at] on fetched into cache, to be written; row from one to the next. None need exist."""
+def prefetch(typing, array, at):
+    """Have the line of cache with array[at] fetched, to be written. It need not exist."""
 
     def emit(context, builder, signature, values):
-        (data, at, row), byte = values, ir.IntType(8).as_pointer()
-        place = place_of(context, builder, array, data, at)
-        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-        prefetch = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
-        for i in range(ROWS):
-            for j in range(0, COLUMNS, 8 * LINE // array.dtype.bitwidth):
-                line = builder.bitcast(builder.gep(place, [builder.add(builder.mul(row, row.type(i)), row.type(j))]), byte)
-                builder.call(prefetch, [line, INT32(1), INT32(3), INT32(1)])  # to write, for all caches, data
+        place = builder.bitcast(place_of(context, builder, array, *values), BYTE.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
+        instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
+        builder.call(instruction, [place, INT32(1), INT32(3), INT32(1)])  # to write, for all caches, data
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp), emit
+    return types.void(array, types.intp), emit
+
+
+@intrinsic
+def stream(typing, out, at, x, x_at):
+    """out[at + i] = x[x_at + i], i < LANES, fp32 rounded to what out is, past the caches: a line of out that is written as a whole need not
+    be read. out[at] has to be at a multiple of all their bytes."""
+
+    def emit(context, builder, signature, values):
+        numbers = builder.load(builder.bitcast(place_of(context, builder, x, *values[2:]), FLOATS.as_pointer()), align=4)
+        numbers = nearest(builder, numbers) if out.dtype == types.uint16 else numbers
+        place = builder.bitcast(place_of(context, builder, out, *values[:2]), numbers.type.as_pointer())
+        written = builder.store(numbers, place, align=LANES * out.dtype.bitwidth // 8)
+        written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(out, at, x, at), emit
 
 
 def _transposer(neighbours):
@@ -180,21 +286,6 @@ def _transposer(neighbours):
 transpose_rows, transpose_columns = _transposer("in a row"), _transposer("in a column")
 
 
-@shared
-def multiply(c, c_row, a, a_row, a_step, b, b_step, rows, columns, depth, adds):
-    """multiply_tile of all tiles of c (rows, columns), which are whole ones."""
-    for i in range(0, rows, ROWS):
-        for j in range(0, columns, COLUMNS):
-            multiply_tile(c, i * c_row + j, c_row, a, i * a_row, a_row, a_step, b, j, b_step, depth, adds)
-
-
-@intrinsic
-def values_of(typing, factors):
-    """How many numbers a factor of that array is: 1 or 2."""
-    n = 2 if factors.dtype == types.uint32 else 1
-    return types.intp(factors), lambda context, builder, signature, values: context.get_constant(types.intp, n)
-
-
 @intrinsic
 def store_factor(typing, factors, index, first, second):
     """factors[index] = the number `first`, or where factors are pairs both, rounded to nearest even."""
@@ -225,19 +316,109 @@ def copy_factor(typing, factors, index, array, first):
     return types.void(factors, types.intp, array, types.intp), emit
 
 
-@intrinsic
-def join_factor(typing, factors, index, array, first, second):
-    """factors[index] = the number array[first], or where factors are pairs that and array[second]."""
+def _joiner(lanes):
+    """A function for so many factors beside each other."""
+    ints, halves = (INT32, INT16) if lanes == 1 else (INTS, HALVES)
 
-    def emit(context, builder, signature, values):
-        x = builder.load(place_of(context, builder, array, values[2], values[3]))
-        if _widens(factors, array):
-            x = builder.bitcast(_widened(builder, x, INT32), FLOAT)
-        if factors.dtype == types.uint32:
-            high = builder.zext(builder.load(place_of(context, builder, array, values[2], values[4])), INT32)
-            x = builder.or_(builder.zext(x, INT32), builder.shl(high, INT32(16)))
-        builder.store(x, place_of(context, builder, factors, *values[:2]))
-        return context.get_dummy_value()
+    @intrinsic
+    def join(typing, factors, index, array, first, second):
+        def emit(context, builder, signature, values):
+            def numbers(at, kind):
+                return builder.load(builder.bitcast(place_of(context, builder, array, values[2], at), kind.as_pointer()), align=2)
 
-    at = types.intp
-    return types.void(factors, at, array, at, at), emit
+            out = builder.bitcast(place_of(context, builder, factors, *values[:2]), ints.as_pointer())
+            if array.dtype == factors.dtype:
+                x = numbers(values[3], ints)
+            elif factors.dtype == types.float32:
+                x = _widened(builder, numbers(values[3], halves), ints)
+            else:
+                low, high = numbers(values[3], halves), numbers(values[4], halves)
+                x = builder.or_(builder.zext(low, ints), _widened(builder, high, ints))
+            builder.store(x, out, align=4)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(factors, at, array, at, at), emit
+
+    return join
+
+
+# factors[index + i] = the number array[first + i], or where factors are pairs that and array[second + i]; of one i, or i < LANES
+join_factor, join_factors = _joiner(1), _joiner(LANES)
+
+
+@shared
+def multiply(c, c_row, a, a_row, b, b_row, rows, columns, depth, adds):
+    """multiply_tile of all tiles of c (rows, columns), which are whole ones."""
+    for i in range(0, rows, tile_rows(a)):
+        for j in range(0, columns, tile_columns(a)):
+            multiply_tile(c, i * c_row + j, c_row, a, i * a_row, a_row, b, j, b_row, depth, adds)
+
+
+@shared
+def whole_depth(factors, depth):
+    """Factors that so many numbers take, with the zeros that make them whole tiles."""
+    unit = tile_depth(factors)
+    return (depth + unit * values_of(factors) - 1) // (unit * values_of(factors)) * unit
+
+
+@shared
+def pack_left(out, at, out_row, all_rows, all_depth, x, first, x_row, x_step, rows, depth):
+    """out[at + j * out_row + i] = factor i of row j, of the numbers x[first + j * x_row + k * x_step], j < rows and k < depth; zero in all
+    other rows and factors."""
+    n = values_of(out)
+    some_rows, some = 0, depth // n  # that are packed many at once
+    if x_step == 1:
+        some_rows = rows
+        for j in range(rows):
+            for i in range(some):
+                copy_factor(out, at + j * out_row + i, x, first + j * x_row + n * i)
+    elif x_row == 1:
+        some_rows, some = rows // LANES * LANES, some // LANES * LANES
+        for i in range(0, some, LANES):
+            for j in range(0, some_rows, LANES):
+                transpose_columns(out, at + j * out_row + i, out_row, x, first + n * i * x_step + j, x_step)
+    for j in range(rows):
+        for i in range(some if j < some_rows else 0, (depth + n - 1) // n):
+            _pack_factor(out, at + j * out_row + i, x, first + j * x_row + n * i * x_step, x_step, depth - n * i)
+        for i in range((depth + n - 1) // n, all_depth):
+            store_factor(out, at + j * out_row + i, F0, F0)
+    for j in range(rows, all_rows):
+        for i in range(all_depth):
+            store_factor(out, at + j * out_row + i, F0, F0)
+
+
+@shared
+def pack_right(out, width, block, all_columns, all_depth, x, first, x_row, x_step, columns, depth):
+    """out[j // width * block + i * width + j % width] = factor i of column j, of the numbers x[first + j * x_row + k * x_step], j < columns
+    and k < depth; zero in all other columns and factors. width is a multiple of LANES."""
+    n = values_of(out)
+    some_columns, some = columns // LANES * LANES, depth // n  # that are packed many at once
+    if x_step == 1:
+        some = some // LANES * LANES
+        for j in range(0, some_columns, LANES):
+            at = j // width * block + j % width
+            for i in range(0, some, LANES):
+                transpose_rows(out, at + i * width, width, x, first + j * x_row + n * i, x_row)
+    elif x_row == 1:
+        for i in range(some):
+            at, here = i * width, first + n * i * x_step
+            for start in range(0, some_columns, width):
+                for j in range(start, min(start + width, some_columns), LANES):
+                    join_factors(out, at + j - start, x, here + j, here + j + (n - 1) * x_step)
+                at += block
+    else:
+        some = 0
+    for j in range(columns):
+        at = j // width * block + j % width
+        for i in range(some if j < some_columns else 0, (depth + n - 1) // n):
+            _pack_factor(out, at + i * width, x, first + j * x_row + n * i * x_step, x_step, depth - n * i)
+    for i in range(all_depth):
+        for j in range(0 if i * n >= depth else columns, all_columns):
+            store_factor(out, j // width * block + i * width + j % width, F0, F0)
+
+
+@shared
+def _pack_factor(out, at, x, first, step, left):
+    """out[at] = the factor of the numbers x[first] and, if it is a pair and there is one left, x[first + step]."""
+    store_factor(out, at, load(x, first), load(x, first + step) if left > 1 and values_of(out) > 1 else F0)

@@ -21,7 +21,8 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
-TILE_ROWS = 4  # of a product of numba's kernels, which is made of tiles of 4 x 64 at most
+# of a product of numba's kernels, which is made of tiles of 4 x 64 at most; or of 32 x 32, whose depth is a multiple of so many numbers
+TILE_ROWS, TILE_DEPTH = 4, 32
 ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles
 # of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 128 KiB, beside a
 # tile's rows of the left one; rows of the left one that are shared out together; and those that each worker has room to add up products of
@@ -455,12 +456,12 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     that are packed at once: of as many of its rows as fit, but at least of a block's."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
     widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
-    workers = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL)))
+    workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), _whole(rows, TILE_DEPTH)
     return {
         "Wm": workers,
         "Rm": workers * min(MATMUL_ROWS, _whole(max(rows, widest), MATMUL_BLOCK)),
         "Nf": 4 // DTYPE_BYTES[o.factor_type],
-        "Pm": MATMUL_BLOCK * rows * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * rows), -(-widest // MATMUL_BLOCK))),
+        "Pm": MATMUL_BLOCK * depth * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * depth), -(-widest // MATMUL_BLOCK))),
     }
 
 
@@ -559,7 +560,7 @@ TORCH_ATTENTION = (("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32")
 NUMBA_ATTENTION = (
     ("packed", "Wa 3 Tb Hb", "factor"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"),
     ("weights", f"Wa We Tb {ATTENTION_BLOCK}", "factor"), ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"),
-    ("block", f"Wa 1 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
+    ("block", f"Wa 2 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
 
 
