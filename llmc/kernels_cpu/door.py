@@ -33,6 +33,8 @@ from llmc.layers.rounding import PRIME_Y
 LLVM = llvmlite.binding.llvm_version_info
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
 AMX_FEATURES = {"amx-tile", "amx-bf16"}
+if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
+    numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # LLVM would take half of AVX-512's vectors on Intel
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
 # what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
