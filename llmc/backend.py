@@ -9,8 +9,6 @@ from functools import cache
 
 from llmc.errors import UserError
 
-# without one of these, and without AVX-512, bf16 matmuls of torch 2.13 on a CPU were measured a hundred times as slow as fp32's
-CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt"}
 CPU_INFO = "/proc/cpuinfo"
@@ -145,8 +143,9 @@ def _line_of(path, names) -> list[str]:
 
 
 def cpu_has_native_bf16() -> bool:
-    """Whether the processor multiplies bf16 itself."""
-    return not CPU_BF16_FLAGS.isdisjoint(_cpu_line("flags", "features"))
+    """Whether the processor multiplies bf16 itself: x86 or Arm. Without that, and without AVX-512, bf16 matmuls of torch 2.13 were
+    measured a hundred times as slow as fp32's."""
+    return "avx512_bf16" in _cpu_line("flags") or cpu_has_amx() or "bf16" in _cpu_line("features")
 
 
 def cpu_pairs_bf16() -> bool:
@@ -163,7 +162,7 @@ def cpu_has_amx() -> bool:
 
 @cache
 def linux_grants_amx() -> bool:
-    """Ask for the registers of AMX, which Linux gives to whoever asks; all threads and children then have them."""
+    """Ask for the registers of AMX, which Linux gives to whoever asks: to all threads of this process, and those that it forks."""
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 

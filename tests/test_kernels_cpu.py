@@ -1,5 +1,6 @@
 """numba's kernels against the torch functions of the same names: the tests of Triton's kernels, run once more, and what only these have."""
 
+import ctypes
 import errno
 import inspect
 import os
@@ -22,10 +23,10 @@ import llmc.kernels_cpu
 import test_kernels
 from llmc.gpt2 import GPT2
 from llmc.kernels import matmul_operations, other_matmuls
-from llmc.kernels_cpu import door, matmul, why_no_cpu_kernels
+from llmc.kernels_cpu import door, matmul, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.functions import numba_operations
 from llmc.layers import attention_operations, torch_operations
-from llmc.memory.plan import TILE_DEPTH, TILE_ROWS, Plan, PlanOptions
+from llmc.memory.plan import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS, Plan, PlanOptions
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
     CONFIG, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
@@ -332,6 +333,7 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
 
 # B*T, C, OC: one of each, primes, parts of tiles in rows and columns, several depths with a rest, more rows than are summed up at once
 MATMULS = [(1, 1, 1), (21, 11, 13), (7, 3, 300), (5, 1100, 65), (67, 769, 130), (1100, 64, 70), (70, 70, 1100), (33, 768, 2304)]
+MATMULS += [(300, 2080, 160)]
 matmuls = pytest.mark.parametrize("rows, C, OC", MATMULS)
 FP32, BF16 = torch.float32, torch.bfloat16
 kinds = pytest.mark.parametrize(  # of numbers, of factors, and of gradients
@@ -418,6 +420,62 @@ def test_a_nan_stays_in_its_row_of_a_product(dtype, factors):
     spoilt = torch.zeros(9, 70, dtype=torch.bool)
     spoilt[3], spoilt[:, 64] = True, True
     assert torch.equal(out.isnan(), spoilt) and (out[~spoilt] == 13).all()
+
+
+def test_a_product_may_begin_anywhere():
+    """Also where its rows are whole lines of cache that are not at a line's start."""
+    inp, weight = (torch.arange(n * 64).view(n, 64).remainder(m).bfloat16() for n, m in ((40, 5), (96, 7)))
+    for start in (0, 2, 32):
+        memory = torch.full((40 * 96 + 2 * start,), nan, dtype=BF16)
+        out = memory[start : start + 40 * 96].view(40, 96)
+        matmul.matmul_forward(out, inp, weight, room=matmul_room(BF16))
+        assert torch.equal(out, inp @ weight.t()) and memory.isnan().sum() == 2 * start
+
+
+@pytest.mark.parametrize("rooms", [1, 2, 6, 64])
+def test_panels_of_amx_fit_the_room_of_any_number_of_workers(rooms):
+    """And so do the sums of a block of rows; the more room there is, the larger they are."""
+    factors, sums, unit = rooms * matmul.DEPTH * (matmul.PANEL + TILE_ROWS), rooms * MATMUL_ROWS * matmul.PANEL, tiles.AMX
+    for K in (1, 32, 33, 768, 1152, 3072, 50304):
+        for N in (1, 31, 768, 2304, 50304):
+            for workers in range(1, rooms + 1):
+                room, most = factors // workers, sums // workers // matmul.BLOCK
+                columns, depth = matmul._amx_panel(K, N, workers, room, most)
+                assert columns > 0 == columns % unit.columns and depth > 0 == depth % unit.depth
+                assert (columns + unit.rows) * depth <= room and columns <= most
+                assert (depth - unit.depth) * -(-K // (2 * depth)) < (K + 1) // 2  # in no more than it takes
+    assert matmul._amx_panel(3072, 3072, 1, factors, sums // matmul.BLOCK)[0] == (96 if rooms == 1 else 192 if rooms == 2 else 384)
+
+
+SHAPES_OF_REGISTERS = """
+import numpy as np
+from llmc.kernels_cpu import door, tiles
+
+
+@door.njit
+def shapes(factors, outside, inside, afterwards):
+    tiles.open_tiles(factors, outside)
+    tiles.open_tiles(factors, inside)
+    tiles.close_tiles(factors, outside)
+    tiles.open_tiles(factors, afterwards)
+    tiles.close_tiles(factors, outside)
+
+
+kept = [np.full(64, 9, np.uint8) for _ in range(3)]
+shapes(np.zeros(1, np.uint32), *kept)
+assert [bytes(x) for x in kept] == ([bytes(64), tiles.SHAPES, bytes(64)] if tiles.MULTIPLIES_TILES else 3 * [bytes([9] * 64)])
+print(tiles.MULTIPLIES_TILES)
+"""
+
+
+def test_amx_is_used_where_there_is_one_and_what_others_set_of_it_is_kept():
+    """That Linux has granted it is asked by another call than the one that asks for it."""
+    done = subprocess.run([sys.executable, "-c", SHAPES_OF_REGISTERS], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    granted = ctypes.c_uint64(0)
+    if "amx_bf16" in Path("/proc/cpuinfo").read_text():
+        assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(granted)) == 0
+    assert done.stdout.strip() == str(bool(granted.value >> 18 & 1))
 
 
 def test_matmuls_have_the_names_and_arguments_of_torch_s():

@@ -2,9 +2,9 @@
 
 Scores lie the other way round, (keys, queries), so that all of softmax goes on between vectors of queries. A block of queries sees all of
 its keys before its softmax is taken, in forward and once more in backward, which has nothing but qkvr. Keys and values are packed once
-for a head, queries for their block, as the factors that products want (tiles.py). What has a row for each query comes out of its product
-the other way round too, so that there as well a block is the right matrix, whose columns it is. A thread works on whole heads in room of
-its own, so the bits do not depend on their number.
+for a head, queries for their block, as the factors that products want (tiles.py). Blocks of atty and dq are computed transposed as well,
+(channels, queries): so a block of queries is always columns of the right matrix. A thread works on whole heads in room of its own, so the
+bits do not depend on their number.
 """
 
 from collections import namedtuple
@@ -28,10 +28,10 @@ Rooms = namedtuple(
     (
         "packed",  # factors of left matrices: forward k and the transposed v; backward k, the transposed k, and v
         "scores",  # fp32: scores, then their exponentials; gradients of probabilities
-        "weights",  # factors: forward exponentials, right; backward probabilities and gradients of scores, left; if pairs these right too
+        "weights",  # factors: forward exponentials, right; backward probabilities and gradients of scores, left, if pairs also right
         "weight_values",  # the same as numbers
         "queries",  # factors of right matrices: the transposed q; backward also q, and datty either way
-        "block",  # fp32: a block of atty or dq, the other way round and as it is
+        "block",  # fp32: a block of atty or dq, transposed and as it is
         "sums",  # fp32: dk and dv
     ),
 )

@@ -33,8 +33,8 @@ from llmc.layers.rounding import PRIME_Y
 LLVM = llvmlite.binding.llvm_version_info
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
 AMX_FEATURES = {"amx-tile", "amx-bf16"}
-if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
-    numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # LLVM would take half of AVX-512's vectors on Intel
+if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features().split(","):
+    numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM takes half of the vectors on Intel
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
 # what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
@@ -53,7 +53,8 @@ def jit(function):
     except RuntimeError:
         return njit(**OPTIONS, parallel=True)(function)
     kept = kernel._cache._cache_file
-    kernel._cache._cache_file = KeptKernels(kept._cache_path, kept._index_name.removesuffix(".nbi"), sources())
+    name = kept._index_name.removesuffix(".nbi") + "-amx" * cpu_has_amx()  # which Linux may refuse to who has the same processor
+    kernel._cache._cache_file = KeptKernels(kept._cache_path, name, sources())
     return kernel
 
 
@@ -122,10 +123,10 @@ def _or_nothing(read, *args):
 
 @cache
 def sources():
-    """A hash of what kernels are compiled from: their own files, what these import, and what the processor's features do not tell."""
+    """A hash of what kernels are compiled from, their own files and what these import."""
     folder = Path(__file__).resolve().parent
     files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), folder.parent / "memory" / "plan.py"])
-    return hashlib.sha256(b"".join([*(f.read_bytes() for f in files), b"amx" * cpu_has_amx()])).digest()
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
 
 
 def processor_features() -> frozenset:

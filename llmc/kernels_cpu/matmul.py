@@ -4,8 +4,7 @@ A panel of columns of the right factor is packed by the thread that multiplies i
 core's own cache. Rows of the left factor are read where they lie; or packed as many at a time as a tile has, where they are to be widened,
 or are no whole tiles. Where what lies together are columns, as in a weight's gradient, they are packed before all threads go on, a part of
 the rows at a time. What a thread works on is a panel of the product, or some of its rows, added up in fp32. An element is the sum over
-DEPTH factors, added to that over the next, or with AMX, whose tiles go on where they were, one sum: its bits depend on no threads, panels
-or pieces.
+DEPTH factors, added to that over the next, or with AMX over what a tile is deep: its bits depend on no threads, panels or pieces.
 """
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import array, factors, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
-    AMX, LANES, LINE, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, prefetch, stream, tile_columns, tile_depth, tile_of,
+    AMX, LANES, LINE, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, prefetch, stream, tile_columns, tile_of,
     tile_rows, values_of, whole_depth,
 )  # fmt: skip
 from llmc.layers.rows import rows_of
@@ -57,14 +56,14 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
 def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, packed, panels, size, sums):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias), of a[i * a_row + k * a_step] and b[j * b_row + k * b_step].
 
-    where  a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
-    panels, sums  of each worker; panels of so many columns and so much depth, size, with a tile's rows behind
+    where         a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
+    size          columns and depth of a panel
+    panels, sums  of each worker; a tile's rows of the left factor lie behind a panel
     """
     n, ROWS, COLUMNS = values_of(packed), tile_rows(packed), tile_columns(packed)
     end_k = whole_depth(packed, K)  # in factors, as all that is called depth or k
     panel_columns, panel_depth = size
     workers, n_panels, at_once = len(panels), cdiv(N, panel_columns), end_k <= panel_depth
-    most_rows = M if at_once else sums.shape[1] // panel_columns // BLOCK * BLOCK
     part_rows = len(packed) // end_k // BLOCK * BLOCK if where == BY_PARTS else M
     for part in range(0, M, part_rows):
         end = min(M, part + part_rows)
@@ -75,9 +74,10 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
             for block in prange(blocks):
                 row = part + np.int64(block) * BLOCK
                 pack_left(packed, (row - part) * end_k, end_k, BLOCK, end_k, a, row * a_row, a_row, a_step, min(BLOCK, end - row), K)
-        # pieces of a panel: that fit the room for sums, and so many that there are two for each worker
+        # pieces of a panel: that fit the room for sums, and if panels cannot be shared out, or the left factor had better be, two a worker
         pieces = 1 if where != BY_PARTS and n_panels % workers == 0 else min(blocks, cdiv(2 * workers, n_panels))
-        pieces = max(pieces, cdiv(blocks * BLOCK, most_rows))
+        if not at_once:
+            pieces = max(pieces, cdiv(blocks, sums.shape[1] // panel_columns // BLOCK))
         piece_rows = cdiv(blocks, pieces) * BLOCK
         pieces = cdiv(blocks * BLOCK, piece_rows)
         for worker in prange(workers):
@@ -99,7 +99,7 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
                             tile, first, step = panel, panel_depth * panel_columns, panel_depth
                             pack_left(panel, first, step, ROWS, depth, a, (row + i) * a_row + k * n, a_row, a_step, height, numbers)
                         for j in range(0, columns, COLUMNS):
-                            if last and tile_depth(packed) == 1:  # its place is fetched while it is added up
+                            if last and not by_amx(packed):  # its place is fetched while it is added up
                                 for r in range(height):
                                     for line in range(0, COLUMNS, LINE // out.itemsize):
                                         prefetch(out, at + r * N + j + line)
@@ -150,7 +150,7 @@ def _launch(out, bias, adds, a, b, room):
     if tile is AMX:
         columns, depth = _amx_panel(K, N, workers, len(panels) // workers, len(sums) // workers // BLOCK)
     panels = panels[: workers * (columns + tile.rows) * depth].reshape(workers, -1)
-    sums_each = min(MOST_ROWS * columns, len(sums) // workers)
+    sums_each = min(MOST_ROWS * columns, len(sums) // workers // BLOCK * BLOCK)
     sums = sums[: workers * sums_each].reshape(workers, -1)
     numbers_a, numbers_b = (array(x if x.is_contiguous() else x.t()) for x in (a, b))
     door.launch(
@@ -163,8 +163,8 @@ def _launch(out, bias, adds, a, b, room):
 def _amx_panel(K, N, workers, room, most):
     """Columns and depth of each worker's panels: that fit its room, of so many factors, and are at most so many columns."""
     steps = door.cdiv(K, 2 * AMX.depth)  # tiles along the depth, in parts as even as can be
-    depth = AMX.depth * door.cdiv(steps, door.cdiv(steps * AMX.depth, AMX_DEPTH))
-    depth = min(depth, max(DEPTH, room // (AMX_PANEL + AMX.rows) // AMX.depth * AMX.depth))
+    most_depth = min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows) // AMX.depth * AMX.depth))
+    depth = AMX.depth * door.cdiv(steps, door.cdiv(steps * AMX.depth, most_depth))
     most = min(AMX_PANEL, most, room // depth - AMX.rows) // AMX.columns * AMX.columns
 
     def time(columns):

@@ -41,8 +41,8 @@ class _BFloat(ir.types.Type):
         return hash(_BFloat)
 
 
-# what is multiplied at once: rows of the left matrix, columns of the right one, and factors that each sum then has more. Of AMX these are
-# four products at a time, of the eight registers four for sums and two for each side, each of 16 rows of 16 factors
+# what is multiplied at once: rows of the left matrix, columns of the right one, and factors that a step adds to each sum. By AMX these are
+# four products: of eight registers, each of 16 rows of 16 factors, four hold sums, and two each side
 Tile = namedtuple("Tile", ("rows", "columns", "depth"))
 AMX_ROWS = 16
 AMX = Tile(2 * AMX_ROWS, 2 * AMX_ROWS, AMX_ROWS)
@@ -60,13 +60,14 @@ def _known(number):
 
     @intrinsic
     def known(typing, factors):
-        n = number(factors.dtype == types.uint32)
+        n = int(number(factors.dtype == types.uint32))
         return types.intp(factors), lambda context, builder, signature, values: context.get_constant(types.intp, n)
 
     return known
 
 
 values_of = _known(lambda pairs: 2 if pairs else 1)  # how many numbers a factor is
+by_amx = _known(lambda pairs: tile_of(pairs) is AMX)
 tile_rows, tile_columns, tile_depth = (_known(lambda pairs, name=name: getattr(tile_of(pairs), name)) for name in Tile._fields)
 
 
@@ -146,8 +147,8 @@ def _multiply_by_vectors(builder, c, a, b, depth, adds, pairs):
         builder.store(builder.load(totals[at]), places[at], align=4)
 
 
-def _amx(builder, name, *operands):
-    """An instruction of AMX; registers are numbers known when it is compiled."""
+def _x86(builder, name, *operands):
+    """An instruction of x86; AMX's registers are numbers known when it is compiled."""
     function = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     builder.call(get_or_insert_function(builder.module, function, f"llvm.x86.{name}"), operands)
 
@@ -157,7 +158,7 @@ def _multiply_by_amx(builder, c, a, b, depth, adds, pairs):
 
     def move(instruction, register, matrix, i, j):
         place, row = matrix
-        _amx(builder, instruction, BYTE(register), _at(builder, place, row, i, j, BYTE), builder.mul(row, row.type(4)))
+        _x86(builder, instruction, BYTE(register), _at(builder, place, row, i, j, BYTE), builder.mul(row, row.type(4)))
 
     sums = [(2 * i + j, c, i * AMX_ROWS, j * AMX_ROWS) for i in range(2) for j in range(2)]
     with builder.if_else(adds) as (more, first):
@@ -166,17 +167,17 @@ def _multiply_by_amx(builder, c, a, b, depth, adds, pairs):
                 move("tileloadd64", *at)
         with first:
             for register, *_ in sums:
-                _amx(builder, "tilezero", BYTE(register))
+                _x86(builder, "tilezero", BYTE(register))
     with for_range(builder, builder.udiv(depth, depth.type(AMX.depth))) as loop:
         done = builder.mul(loop.index, depth.type(AMX.depth))
         left, right = (builder.gep(a[0], [done]), a[1]), (builder.gep(b[0], [builder.mul(done, b[1])]), b[1])
         move("tileloadd64", 4, left, 0, 0)
         for j in range(2):
             move("tileloaddt164", 6 + j, right, 0, j * AMX_ROWS)
-            _amx(builder, "tdpbf16ps", BYTE(j), BYTE(4), BYTE(6 + j))
+            _x86(builder, "tdpbf16ps", BYTE(j), BYTE(4), BYTE(6 + j))
         move("tileloadd64", 5, left, AMX_ROWS, 0)
         for j in range(2):
-            _amx(builder, "tdpbf16ps", BYTE(2 + j), BYTE(5), BYTE(6 + j))
+            _x86(builder, "tdpbf16ps", BYTE(2 + j), BYTE(5), BYTE(6 + j))
     for at in sums:
         move("tilestored64", *at)
 
@@ -201,13 +202,19 @@ def _shapes_of_registers(write):
 
 
 def _set_shapes(builder, kept):
-    _amx(builder, "sttilecfg", kept)
+    _x86(builder, "sttilecfg", kept)
     shapes = global_constant(builder, "shapes", ir.Constant(ir.ArrayType(BYTE, len(SHAPES)), bytearray(SHAPES)))
-    _amx(builder, "ldtilecfg", builder.bitcast(shapes, BYTE.as_pointer()))
+    _x86(builder, "ldtilecfg", builder.bitcast(shapes, BYTE.as_pointer()))
 
 
-# a library of the same thread, as oneDNN is, may go on with the shapes that it has set, so these are kept meanwhile
-open_tiles, close_tiles = (_shapes_of_registers(write) for write in (_set_shapes, lambda builder, kept: _amx(builder, "ldtilecfg", kept)))
+def _reset_shapes(builder, kept):
+    _x86(builder, "ldtilecfg", kept)
+    _x86(builder, "sse.sfence")
+
+
+# a library of the same thread, as oneDNN is, may go on with the shapes that it has set, so these are kept meanwhile. Afterwards all that
+# was streamed is there for other threads
+open_tiles, close_tiles = _shapes_of_registers(_set_shapes), _shapes_of_registers(_reset_shapes)
 
 
 @intrinsic
@@ -215,7 +222,8 @@ def prefetch(typing, array, at):
     """Have the line of cache with array[at] fetched, to be written. It need not exist."""
 
     def emit(context, builder, signature, values):
-        place = builder.bitcast(place_of(context, builder, array, *values), BYTE.as_pointer())
+        start = place_of(context, builder, array, values[0], values[1].type(0))
+        place = builder.bitcast(builder.gep(start, values[1:]), BYTE.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
         instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
         builder.call(instruction, [place, INT32(1), INT32(3), INT32(1)])  # to write, for all caches, data
@@ -227,7 +235,7 @@ def prefetch(typing, array, at):
 @intrinsic
 def stream(typing, out, at, x, x_at):
     """out[at + i] = x[x_at + i], i < LANES, fp32 rounded to what out is, past the caches: a line of out that is written as a whole need not
-    be read. out[at] has to be at a multiple of all their bytes."""
+    be read. out[at] has to be at a multiple of all their bytes; other threads may read it after close_tiles."""
 
     def emit(context, builder, signature, values):
         numbers = builder.load(builder.bitcast(place_of(context, builder, x, *values[2:]), FLOATS.as_pointer()), align=4)
@@ -316,35 +324,26 @@ def copy_factor(typing, factors, index, array, first):
     return types.void(factors, types.intp, array, types.intp), emit
 
 
-def _joiner(lanes):
-    """A function for so many factors beside each other."""
-    ints, halves = (INT32, INT16) if lanes == 1 else (INTS, HALVES)
+@intrinsic
+def join_factors(typing, factors, index, array, first, second):
+    """factors[index + i] = the number array[first + i], or where factors are pairs that and array[second + i], i < LANES."""
 
-    @intrinsic
-    def join(typing, factors, index, array, first, second):
-        def emit(context, builder, signature, values):
-            def numbers(at, kind):
-                return builder.load(builder.bitcast(place_of(context, builder, array, values[2], at), kind.as_pointer()), align=2)
+    def emit(context, builder, signature, values):
+        def numbers(at, kind):
+            return builder.load(builder.bitcast(place_of(context, builder, array, values[2], at), kind.as_pointer()), align=2)
 
-            out = builder.bitcast(place_of(context, builder, factors, *values[:2]), ints.as_pointer())
-            if array.dtype == factors.dtype:
-                x = numbers(values[3], ints)
-            elif factors.dtype == types.float32:
-                x = _widened(builder, numbers(values[3], halves), ints)
-            else:
-                low, high = numbers(values[3], halves), numbers(values[4], halves)
-                x = builder.or_(builder.zext(low, ints), _widened(builder, high, ints))
-            builder.store(x, out, align=4)
-            return context.get_dummy_value()
+        out = builder.bitcast(place_of(context, builder, factors, *values[:2]), INTS.as_pointer())
+        if array.dtype == factors.dtype:
+            x = numbers(values[3], INTS)
+        elif _widens(factors, array):
+            x = _widened(builder, numbers(values[3], HALVES), INTS)
+        else:
+            x = builder.or_(builder.zext(numbers(values[3], HALVES), INTS), _widened(builder, numbers(values[4], HALVES), INTS))
+        builder.store(x, out, align=4)
+        return context.get_dummy_value()
 
-        at = types.intp
-        return types.void(factors, at, array, at, at), emit
-
-    return join
-
-
-# factors[index + i] = the number array[first + i], or where factors are pairs that and array[second + i]; of one i, or i < LANES
-join_factor, join_factors = _joiner(1), _joiner(LANES)
+    at = types.intp
+    return types.void(factors, at, array, at, at), emit
 
 
 @shared
@@ -364,8 +363,8 @@ def whole_depth(factors, depth):
 
 @shared
 def pack_left(out, at, out_row, all_rows, all_depth, x, first, x_row, x_step, rows, depth):
-    """out[at + j * out_row + i] = factor i of row j, of the numbers x[first + j * x_row + k * x_step], j < rows and k < depth; zero in all
-    other rows and factors."""
+    """out[at + j * out_row + i] = factor i of row j, of the numbers x[first + j * x_row + k * x_step], j < rows and k < depth, one of whose
+    steps is 1; zero in all other rows and factors."""
     n = values_of(out)
     some_rows, some = 0, depth // n  # that are packed many at once
     if x_step == 1:
@@ -391,7 +390,7 @@ def pack_left(out, at, out_row, all_rows, all_depth, x, first, x_row, x_step, ro
 @shared
 def pack_right(out, width, block, all_columns, all_depth, x, first, x_row, x_step, columns, depth):
     """out[j // width * block + i * width + j % width] = factor i of column j, of the numbers x[first + j * x_row + k * x_step], j < columns
-    and k < depth; zero in all other columns and factors. width is a multiple of LANES."""
+    and k < depth, one of whose steps is 1; zero in all other columns and factors. width is a multiple of LANES."""
     n = values_of(out)
     some_columns, some = columns // LANES * LANES, depth // n  # that are packed many at once
     if x_step == 1:
@@ -407,8 +406,6 @@ def pack_right(out, width, block, all_columns, all_depth, x, first, x_row, x_ste
                 for j in range(start, min(start + width, some_columns), LANES):
                     join_factors(out, at + j - start, x, here + j, here + j + (n - 1) * x_step)
                 at += block
-    else:
-        some = 0
     for j in range(columns):
         at = j // width * block + j % width
         for i in range(some if j < some_columns else 0, (depth + n - 1) // n):

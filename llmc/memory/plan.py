@@ -21,11 +21,12 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
-# of a product of numba's kernels, which is made of tiles of 4 x 64 at most; or of 32 x 32, whose depth is a multiple of so many numbers
+# of products of numba's kernels: rows of a tile, which has 64 columns at most, or of AMX's how many numbers it adds up at once
 TILE_ROWS, TILE_DEPTH = 4, 32
 ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles
 # of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 128 KiB, beside a
-# tile's rows of the left one; rows of the left one that are shared out together; and those that each worker has room to add up products of
+# tile's rows of the left one (by AMX more, where threads are few); rows of the left one that are shared out together; and those that each
+# worker has room to add up products of
 MATMUL_DEPTH, MATMUL_PANEL, MATMUL_BLOCK, MATMUL_ROWS = 256, 128, 64, 256
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
@@ -453,7 +454,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
 
 def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     """Of numba's matmuls: Wm workers, Rm rows for their sums in all, Nf numbers in a factor, and Pm factors of a left matrix, of columns,
-    that are packed at once: of as many of its rows as fit, but at least of a block's."""
+    that are packed at once: of as many of its rows as fit, but at least of a block's, each filled up to TILE_DEPTH."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
     widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
     workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), _whole(rows, TILE_DEPTH)
