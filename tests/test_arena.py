@@ -1,4 +1,5 @@
-"""Host memory that a GPU reaches: pages of its own, given back once, and before they are freed. CUDA's two calls are stood in for."""
+"""Host memory: of a CPU's arenas, on huge pages; and that a GPU reaches: pages of its own, given back once, and before they are freed.
+CUDA's two calls are stood in for."""
 
 import gc
 from mmap import PAGESIZE
@@ -7,7 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmc.memory.arena import allocate_host
+from llmc.backend import resident_bytes
+from llmc.errors import is_out_of_memory
+from llmc.memory import arena as arenas
+from llmc.memory.arena import HUGE_PAGE, allocate, allocate_host
+
+CPU = torch.device("cpu")
 
 
 class Owner:
@@ -62,3 +68,35 @@ def test_a_view_keeps_the_memory_but_the_owner_decides_how_long_it_is_locked(loc
 
 def test_nothing_is_locked_where_nothing_is_asked_for(locked):
     assert len(Owner(0).host) == 0 and not locked
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 1, 20 * HUGE_PAGE + 12345])
+def test_an_arena_is_zeros_of_its_size_and_takes_no_more(n_bytes):
+    gc.collect()
+    before = resident_bytes()
+    arena = allocate(n_bytes, CPU)
+    assert arena.shape == (n_bytes,) and arena.dtype == torch.uint8 and not arena.any()
+    assert resident_bytes() - before < n_bytes + HUGE_PAGE / 2
+    if n_bytes >= HUGE_PAGE:  # less is the C library's, which keeps what was freed
+        assert resident_bytes() - before > n_bytes - HUGE_PAGE / 2
+        assert arena.data_ptr() % HUGE_PAGE == 0
+        view = arena[1:]
+        del arena
+        view.fill_(1)  # it keeps the memory
+        del view
+        assert resident_bytes() - before < HUGE_PAGE / 2
+
+
+def test_an_arena_that_does_not_fit_is_out_of_memory():
+    with pytest.raises((MemoryError, RuntimeError)) as refused:
+        allocate(1 << 60, CPU)
+    assert is_out_of_memory(refused.value)
+
+
+def test_an_arena_needs_no_huge_pages(monkeypatch):
+    class Refuses(arenas.mmap):
+        def madvise(self, *_):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(arenas, "mmap", Refuses)
+    assert not allocate(HUGE_PAGE + 1, CPU).any()

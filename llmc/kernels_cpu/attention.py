@@ -14,9 +14,9 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
 from llmc.kernels_cpu.columns import add_row, finish_columns, zero
-from llmc.kernels_cpu.door import F0, F1, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
+from llmc.kernels_cpu.door import F0, F1, LINE, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
 from llmc.kernels_cpu.tiles import (
-    LANES, LINE, close_tiles, multiply, open_tiles, pack_left, pack_right, store_factor, transpose_rows, values_of, whole_depth,
+    LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, store_factor, transpose_rows, values_of, whole_depth,
 )  # fmt: skip
 from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
 

@@ -33,6 +33,7 @@ from llmc.layers.rounding import PRIME_Y
 LLVM = llvmlite.binding.llvm_version_info
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
 AMX_FEATURES = {"amx-tile", "amx-bf16"}
+LINE = 64  # bytes of a line of cache
 if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features().split(","):
     numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM takes half of the vectors on Intel
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
@@ -276,6 +277,42 @@ def store(typing, array, index, x):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), emit
+
+
+def _prefetcher(writes):
+    """A function of (array, at) that has the line of cache with array[at] fetched, to be read or to be written. It need not exist."""
+
+    @intrinsic
+    def prefetch(typing, array, at):
+        def emit(context, builder, signature, values):
+            start = place_of(context, builder, array, values[0], values[1].type(0))
+            place = builder.bitcast(builder.gep(start, values[1:]), ir.IntType(8).as_pointer())
+            kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
+            instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
+            builder.call(instruction, [place, INT32(int(writes)), INT32(3), INT32(1)])  # for all caches, data
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), emit
+
+    return prefetch
+
+
+prefetch, prefetch_to_write = _prefetcher(False), _prefetcher(True)
+
+
+@shared
+def fetch(array, first, n):
+    """Have n numbers fetched into the caches, to be read soon: while a core calculates much for each, hardware by itself does not read far
+    enough ahead."""
+    for i in range(first, first + n, LINE // array.itemsize):
+        prefetch(array, i)
+
+
+@shared
+def fetch_to_write(array, first, n):
+    """The same of what is soon to be written."""
+    for i in range(first, first + n, LINE // array.itemsize):
+        prefetch_to_write(array, i)
 
 
 def nearest(builder, x):

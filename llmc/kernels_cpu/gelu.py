@@ -5,12 +5,13 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
 from llmc.kernels_cpu.door import (
-    F0, F1, array, bits_of, cdiv, exp, float_of, helper, iand, ior, jit, load, prange, select, store,
+    F0, F1, array, bits_of, cdiv, exp, fetch, fetch_to_write, float_of, helper, iand, ior, jit, load, prange, select, store,
 )  # fmt: skip
 from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
 
 CHUNK = 8192
+NEAR = 256  # numbers ahead of which so many are fetched
 A, B, THREE_B, FLATTEST, HALF = (np.float32(x) for x in (A, B, 3 * B, FLATTEST, 0.5))
 SIGN, ALL_BUT_SIGN = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 
@@ -31,26 +32,35 @@ def _gelu(x, yc):
 
 @helper
 def _forward(out, inp, first, end):
-    for i in range(first, end):
-        x = load(inp, i)
-        y, c = _small_side(x)
-        store(out, i, _gelu(x, c * y))
+    for at in range(first, end, NEAR):
+        fetch(inp, at + NEAR, NEAR)
+        fetch_to_write(out, at + NEAR, NEAR)
+        for i in range(at, min(at + NEAR, end)):
+            x = load(inp, i)
+            y, c = _small_side(x)
+            store(out, i, _gelu(x, c * y))
 
 
 @helper
 def _backward_row(d_in_out, total, inp, out_again, first):
     """total (C,) += the new d_in_out."""
-    for column in range(len(total)):
-        i = first + column
-        x = load(inp, i)
-        y, c = _small_side(x)
+    for at in range(0, len(total), NEAR):
+        ahead = first + at + NEAR
+        fetch(inp, ahead, NEAR)
+        fetch_to_write(d_in_out, ahead, NEAR)
         if out_again is not None:
-            store(out_again, i, _gelu(x, y * c))
-        half = HALF - ((y * y * THREE_B + A) * (F1 - c) * c * y + c)
-        slope = float_of(ior(iand(bits_of(half), ALL_BUT_SIGN), iand(bits_of(x), SIGN))) + HALF
-        new = slope * load(d_in_out, i)
-        store(d_in_out, i, new)
-        store(total, column, load(total, column) + new)
+            fetch_to_write(out_again, ahead, NEAR)
+        for column in range(at, min(at + NEAR, len(total))):
+            i = first + column
+            x = load(inp, i)
+            y, c = _small_side(x)
+            if out_again is not None:
+                store(out_again, i, _gelu(x, y * c))
+            half = HALF - ((y * y * THREE_B + A) * (F1 - c) * c * y + c)
+            slope = float_of(ior(iand(bits_of(half), ALL_BUT_SIGN), iand(bits_of(x), SIGN))) + HALF
+            new = slope * load(d_in_out, i)
+            store(d_in_out, i, new)
+            store(total, column, load(total, column) + new)
 
 
 @jit

@@ -1,14 +1,14 @@
 """LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
 
-A thread takes a row at a time, widened to fp32 in the core's cache. Backward is a fixed number of parts, each a range of rows,
-whose sums for the weight, the bias and the projection's bias are partials that are then added in order.
+A thread takes a row at a time, widened to fp32 in the core's cache, and has the next one fetched meanwhile. Backward is a fixed number
+of parts, each a range of rows, whose sums for the weight, the bias and the projection's bias are partials that are then added in order.
 """
 
 import numpy as np
 
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
-from llmc.kernels_cpu.door import F0, F1, array, cdiv, helper, jit, load, plus, prange, sqrt, store
+from llmc.kernels_cpu.door import F0, F1, array, cdiv, fetch, fetch_to_write, helper, jit, load, plus, prange, sqrt, store
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
 
@@ -52,6 +52,10 @@ def _layernorm_forward(out, mean, rstd, inp, residual, weight, bias, n, parts):
     for part in prange(parts):
         x = np.empty(C, np.float32)
         for row in range(np.int64(part) * ROWS, min(np.int64(part) * ROWS + ROWS, n)):
+            if residual is not None:
+                fetch(residual, row * C + C, C)
+            fetch(inp, row * C + C, C)
+            fetch_to_write(out, row * C + C, C)
             _read_row(x, inp, residual, row * C)
             mean[row], rstd[row] = _statistics(x)
             _normalize(out, row * C, x, 0, C, mean[row], rstd[row], weight, bias)
@@ -62,6 +66,8 @@ def _layernorm_normalize(out, mean, rstd, inp, weight, bias, n, parts):
     C = len(weight)
     for part in prange(parts):
         for row in range(np.int64(part) * ROWS, min(np.int64(part) * ROWS + ROWS, n)):
+            fetch(inp, row * C + C, C)
+            fetch_to_write(out, row * C + C, C)
             _normalize(out, row * C, inp, row * C, C, mean[row], rstd[row], weight, bias)
 
 
@@ -112,6 +118,9 @@ def _layernorm_backward(dresidual, partials, projection, dout, inp, weight, mean
             zero(total, 0, 3 * C)
             for row in range(tile, min(tile + TILE_ROWS, end)):
                 m, r = load(mean, row), load(rstd, row)
+                fetch(dout, row * C + C, C)
+                fetch(inp, row * C + C, C)
+                fetch_to_write(dresidual, row * C + C, C)
                 _sum_weight_and_bias(total, x_hat, g, dout, inp, row * C, weight, m, r)
                 g_mean, gx_mean = _means(x_hat, g)
                 _add_to_stream(dresidual, row * C, total, x_hat, g, g_mean, gx_mean, r, projection)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import array, factors, jit, load, prange, shared, store
+from llmc.kernels_cpu.door import LINE, array, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
-    AMX, LANES, LINE, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, prefetch, stream, tile_columns, tile_of,
-    tile_rows, values_of, whole_depth,
+    AMX, LANES, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, stream, tile_columns, tile_of, tile_rows,
+    values_of, whole_depth,
 )  # fmt: skip
 from llmc.layers.rows import rows_of
 from llmc.memory.plan import MATMUL_BLOCK as BLOCK
@@ -101,8 +101,7 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
                         for j in range(0, columns, COLUMNS):
                             if last and not by_amx(packed):  # its place is fetched while it is added up
                                 for r in range(height):
-                                    for line in range(0, COLUMNS, LINE // out.itemsize):
-                                        prefetch(out, at + r * N + j + line)
+                                    fetch_to_write(out, at + r * N + j, COLUMNS)
                             multiply_tile(total, sums_at + j, panel_columns, tile, first, step, panel, j * panel_depth, COLUMNS, depth, k)
                         if last:
                             _finish(out, at, N, bias, column, total, sums_at, panel_columns, height, columns, adds, biased, streams)

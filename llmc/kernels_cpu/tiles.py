@@ -12,7 +12,7 @@ import platform
 from collections import namedtuple
 
 from llmc.kernels_cpu.door import (
-    AMX_FEATURES, F0, FLOAT, INT16, INT32, LLVM, alloca_once, for_range, get_or_insert_function, global_constant, intrinsic, ir, load,
+    AMX_FEATURES, F0, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, for_range, get_or_insert_function, global_constant, intrinsic, ir, load,
     nearest, place_of, processor_features, shared, types,
 )  # fmt: skip
 from llmc.memory.plan import TILE_ROWS as ROWS
@@ -22,7 +22,6 @@ LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
 # of 4 rows 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
 VECTORS = 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
 COLUMNS = VECTORS * LANES
-LINE = 64  # bytes of a line of cache
 # by AVX-512's instruction, which earlier LLVMs have for other types; else as two products of widened numbers. Whether it pays: backend.py
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)
 FLOATS, INTS, HALVES = (ir.VectorType(number, LANES) for number in (FLOAT, INT32, INT16))
@@ -215,21 +214,6 @@ def _reset_shapes(builder, kept):
 # a library of the same thread, as oneDNN is, may go on with the shapes that it has set, so these are kept meanwhile. Afterwards all that
 # was streamed is there for other threads
 open_tiles, close_tiles = _shapes_of_registers(_set_shapes), _shapes_of_registers(_reset_shapes)
-
-
-@intrinsic
-def prefetch(typing, array, at):
-    """Have the line of cache with array[at] fetched, to be written. It need not exist."""
-
-    def emit(context, builder, signature, values):
-        start = place_of(context, builder, array, values[0], values[1].type(0))
-        place = builder.bitcast(builder.gep(start, values[1:]), BYTE.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
-        instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
-        builder.call(instruction, [place, INT32(1), INT32(3), INT32(1)])  # to write, for all caches, data
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), emit
 
 
 @intrinsic

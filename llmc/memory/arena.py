@@ -1,7 +1,8 @@
 """Arenas carry the plan out: one allocation per purpose, views cut from it by name."""
 
+from contextlib import suppress
 from math import prod
-from mmap import PAGESIZE
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from weakref import finalize
 
 import torch
@@ -12,10 +13,30 @@ from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
                "int16": torch.int16}  # fmt: skip
 
+HUGE_PAGE = 2 << 20  # bytes
+
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
-    """(n_bytes,) uint8, zeroed. Every page is touched, so what the plan says is resident from the start."""
+    """(n_bytes,) uint8, zeroed. Every page is touched, so what the plan says is resident from the start.
+
+    On a CPU these are huge pages, where Linux has them: a matrix lies on more small ones than a core keeps the addresses of.
+    """
+    if device.type == "cpu" and n_bytes >= HUGE_PAGE:
+        return _in_huge_pages(n_bytes).zero_()
     return torch.empty(n_bytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _in_huge_pages(n_bytes):
+    """(n_bytes,) uint8 that begins with a huge page. What is left at the end is in small ones, so no more than that is ever resident."""
+    try:
+        pages = mmap(-1, n_bytes + HUGE_PAGE, MAP_PRIVATE | MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"can't allocate memory: {error}") from error
+    room = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -room.data_ptr() % HUGE_PAGE
+    with suppress(OSError):  # of a Linux that was built without them
+        pages.madvise(MADV_HUGEPAGE, start, n_bytes // HUGE_PAGE * HUGE_PAGE)
+    return room[start : start + n_bytes]
 
 
 def allocate_host(n_bytes: int, owner, pinned: bool) -> torch.Tensor:
