@@ -280,7 +280,7 @@ def store(typing, array, index, x):
 
 
 def _prefetcher(writes):
-    """A function of (array, at) that has the line of cache with array[at] fetched, to be read or to be written. It need not exist."""
+    """A function of (array, at) that has the line of cache with array[at] fetched, to be read or to be written. It may lie outside."""
 
     @intrinsic
     def prefetch(typing, array, at):

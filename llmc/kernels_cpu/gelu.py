@@ -11,7 +11,7 @@ from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
 
 CHUNK = 8192
-NEAR = 256  # numbers ahead of which so many are fetched
+NEAR = 256  # numbers that are calculated while the next as many are fetched
 A, B, THREE_B, FLATTEST, HALF = (np.float32(x) for x in (A, B, 3 * B, FLATTEST, 0.5))
 SIGN, ALL_BUT_SIGN = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 
@@ -45,7 +45,7 @@ def _forward(out, inp, first, end):
 def _backward_row(d_in_out, total, inp, out_again, first):
     """total (C,) += the new d_in_out."""
     for at in range(0, len(total), NEAR):
-        ahead = first + at + NEAR
+        ahead = first + min(at + NEAR, len(total))
         fetch(inp, ahead, NEAR)
         fetch_to_write(d_in_out, ahead, NEAR)
         if out_again is not None:

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from math import prod
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
+from mmap import MADV_HUGEPAGE, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from weakref import finalize
 
 import torch
@@ -13,13 +13,13 @@ from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
                "int16": torch.int16}  # fmt: skip
 
-HUGE_PAGE = 2 << 20  # bytes
+HUGE_PAGE = 2 << 20  # bytes: x86's, and Arm's where other pages are 4 KiB
 
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
     """(n_bytes,) uint8, zeroed. Every page is touched, so what the plan says is resident from the start.
 
-    On a CPU these are huge pages, where Linux has them: a matrix lies on more small ones than a core keeps the addresses of.
+    On a CPU these are huge pages, where Linux has them: a matrix lies on more small ones than a core's TLB holds.
     """
     if device.type == "cpu" and n_bytes >= HUGE_PAGE:
         return _in_huge_pages(n_bytes).zero_()
@@ -27,16 +27,17 @@ def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _in_huge_pages(n_bytes):
-    """(n_bytes,) uint8 that begins with a huge page. What is left at the end is in small ones, so no more than that is ever resident."""
+    """(n_bytes,) uint8: as many huge pages as it fills, and small ones for what is left, so that no more than it becomes resident."""
     try:
         pages = mmap(-1, n_bytes + HUGE_PAGE, MAP_PRIVATE | MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"can't allocate memory: {error}") from error
-    room = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -room.data_ptr() % HUGE_PAGE
+        raise MemoryError(f"can't allocate {n_bytes} bytes: {error.strerror}") from error
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    end = start + n_bytes // HUGE_PAGE * HUGE_PAGE
     with suppress(OSError):  # of a Linux that was built without them
-        pages.madvise(MADV_HUGEPAGE, start, n_bytes // HUGE_PAGE * HUGE_PAGE)
-    return room[start : start + n_bytes]
+        pages.madvise(MADV_HUGEPAGE, start, end - start)
+        pages.madvise(MADV_NOHUGEPAGE, end, len(pages) - end)
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=n_bytes)
 
 
 def allocate_host(n_bytes: int, owner, pinned: bool) -> torch.Tensor:
