@@ -440,10 +440,12 @@ def test_panels_of_amx_fit_the_room_of_any_number_of_workers(rooms):
         for N in (1, 31, 768, 2304, 50304):
             for workers in range(1, rooms + 1):
                 room, most = factors // workers, sums // workers // matmul.BLOCK
-                columns, depth = matmul._amx_panel(K, N, workers, room, most)
+                columns, depth, near = matmul._amx_panel(K, N, workers, room, most)
                 assert columns > 0 == columns % unit.columns and depth > 0 == depth % unit.depth
                 assert (columns + unit.rows) * depth <= room and columns <= most
                 assert (depth - unit.depth) * -(-K // (2 * depth)) < (K + 1) // 2  # in no more than it takes
+                assert 0 < near <= min(depth, matmul.AMX_NEAR) and near % unit.depth == 0
+                assert (near - unit.depth) * -(-depth // near) < depth
     assert matmul._amx_panel(3072, 3072, 1, factors, sums // matmul.BLOCK)[0] == (96 if rooms == 1 else 192 if rooms == 2 else 384)
 
 

@@ -26,6 +26,8 @@ MOST_ROWS = 1024  # of a panel of the product in fp32: as they are read and writ
 # AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
 # room for leave each as much. Matmuls of d12 at 1024 rows, in ms of a step: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471
 AMX_PANEL, AMX_DEPTH = 384, 512
+# and of that depth so much at a time that a tile's rows of the left factor stay in the core's first cache: 4.7 TFLOP/s, beyond it 3.3
+AMX_NEAR = 384
 
 cdiv = shared(door.cdiv)
 
@@ -57,12 +59,12 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias), of a[i * a_row + k * a_step] and b[j * b_row + k * b_step].
 
     where         a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
-    size          columns and depth of a panel
+    size          columns and depth of a panel, and how deep tiles are that are multiplied at once
     panels, sums  of each worker; a tile's rows of the left factor lie behind a panel
     """
     n, ROWS, COLUMNS = values_of(packed), tile_rows(packed), tile_columns(packed)
     end_k = whole_depth(packed, K)  # in factors, as all that is called depth or k
-    panel_columns, panel_depth = size
+    panel_columns, panel_depth, near = size
     workers, n_panels, at_once = len(panels), cdiv(N, panel_columns), end_k <= panel_depth
     part_rows = len(packed) // end_k // BLOCK * BLOCK if where == BY_PARTS else M
     for part in range(0, M, part_rows):
@@ -98,11 +100,15 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
                         if where == BY_TILES or (where == IN_PLACE and height < ROWS):
                             tile, first, step = panel, panel_depth * panel_columns, panel_depth
                             pack_left(panel, first, step, ROWS, depth, a, (row + i) * a_row + k * n, a_row, a_step, height, numbers)
-                        for j in range(0, columns, COLUMNS):
-                            if last and not by_amx(packed):  # its place is fetched while it is added up
-                                for r in range(height):
-                                    fetch_to_write(out, at + r * N + j, COLUMNS)
-                            multiply_tile(total, sums_at + j, panel_columns, tile, first, step, panel, j * panel_depth, COLUMNS, depth, k)
+                        for at_k in range(0, depth, near):
+                            for j in range(0, columns, COLUMNS):
+                                if last and not by_amx(packed):  # its place is fetched while it is added up
+                                    for r in range(height):
+                                        fetch_to_write(out, at + r * N + j, COLUMNS)
+                                multiply_tile(
+                                    total, sums_at + j, panel_columns, tile, first + at_k, step,
+                                    panel, j * panel_depth + at_k * COLUMNS, COLUMNS, min(near, depth - at_k), k + at_k,
+                                )  # fmt: skip
                         if last:
                             _finish(out, at, N, bias, column, total, sums_at, panel_columns, height, columns, adds, biased, streams)
             close_tiles(panel, shapes)
@@ -145,9 +151,9 @@ def _launch(out, bias, adds, a, b, room):
         where = IN_PLACE
     streams = tile is AMX and (out.data_ptr() | N * out.element_size()) % LINE == 0
     packed, panels, sums = factors(packed), factors(panels), array(sums)
-    columns, depth = PANEL, DEPTH
+    columns, depth, near = PANEL, DEPTH, DEPTH
     if tile is AMX:
-        columns, depth = _amx_panel(K, N, workers, len(panels) // workers, len(sums) // workers // BLOCK)
+        columns, depth, near = _amx_panel(K, N, workers, len(panels) // workers, len(sums) // workers // BLOCK)
     panels = panels[: workers * (columns + tile.rows) * depth].reshape(workers, -1)
     sums_each = min(MOST_ROWS * columns, len(sums) // workers // BLOCK * BLOCK)
     sums = sums[: workers * sums_each].reshape(workers, -1)
@@ -155,19 +161,22 @@ def _launch(out, bias, adds, a, b, room):
     door.launch(
         _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), int(streams),
         numbers_a, factors(a) if where == IN_PLACE else packed, *a.stride(), where, numbers_b, *reversed(b.stride()), M, N, K,
-        packed, panels, (columns, depth), sums,
+        packed, panels, (columns, depth, near), sums,
     )  # fmt: skip
 
 
 def _amx_panel(K, N, workers, room, most):
-    """Columns and depth of each worker's panels: that fit its room, of so many factors, and are at most so many columns."""
-    steps = door.cdiv(K, 2 * AMX.depth)  # tiles along the depth, in parts as even as can be
-    most_depth = min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows) // AMX.depth * AMX.depth))
-    depth = AMX.depth * door.cdiv(steps, door.cdiv(steps * AMX.depth, most_depth))
+    """The sizes of each worker's panels: that fit its room, of so many factors, and are at most so many columns."""
+
+    def part(depth, most):
+        """Of a depth in parts that are as even as can be, and at most so deep."""
+        return AMX.depth * door.cdiv(depth, AMX.depth * door.cdiv(depth, most))
+
+    depth = part(door.cdiv(K, 2), min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows) // AMX.depth * AMX.depth)))
     most = min(AMX_PANEL, most, room // depth - AMX.rows) // AMX.columns * AMX.columns
 
     def time(columns):
         """Until the last worker has multiplied its panels, and for each read the left factor once."""
         return door.cdiv(door.cdiv(N, columns), workers) * (columns + AMX.columns // 2)
 
-    return min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time), depth
+    return min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time), depth, part(depth, AMX_NEAR)
