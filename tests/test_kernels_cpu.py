@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import inspect
+import itertools
 import os
 import platform
 import re
@@ -332,8 +333,10 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
 # matmuls
 
 # B*T, C, OC: one of each, primes, parts of tiles in rows and columns, several depths with a rest, more rows than are summed up at once
-MATMULS = [(1, 1, 1), (21, 11, 13), (7, 3, 300), (5, 1100, 65), (67, 769, 130), (1100, 64, 70), (70, 70, 1100), (33, 768, 2304)]
-MATMULS += [(300, 2080, 160)]
+MATMULS = [
+    (1, 1, 1), (21, 11, 13), (7, 3, 300), (5, 1100, 65), (67, 769, 130), (1100, 64, 70), (1100, 800, 70), (70, 70, 1100), (33, 768, 2304),
+    (300, 2080, 160),
+]  # fmt: skip
 matmuls = pytest.mark.parametrize("rows, C, OC", MATMULS)
 FP32, BF16 = torch.float32, torch.bfloat16
 kinds = pytest.mark.parametrize(  # of numbers, of factors, and of gradients
@@ -432,21 +435,36 @@ def test_a_product_may_begin_anywhere():
         assert torch.equal(out, inp @ weight.t()) and memory.isnan().sum() == 2 * start
 
 
+@pytest.mark.parametrize("tile", [tiles.Tile(TILE_ROWS, tiles.COLUMNS, 1), tiles.AMX], ids=["vectors", "amx"])
 @pytest.mark.parametrize("rooms", [1, 2, 6, 64])
-def test_panels_of_amx_fit_the_room_of_any_number_of_workers(rooms):
-    """And so do the sums of a block of rows; the more room there is, the larger they are."""
-    factors, sums, unit = rooms * matmul.DEPTH * (matmul.PANEL + TILE_ROWS), rooms * MATMUL_ROWS * matmul.PANEL, tiles.AMX
-    for K in (1, 32, 33, 768, 1152, 3072, 50304):
-        for N in (1, 31, 768, 2304, 50304):
-            for workers in range(1, rooms + 1):
-                room, most = factors // workers, sums // workers // matmul.BLOCK
-                columns, depth, near = matmul._amx_panel(K, N, workers, room, most)
-                assert columns > 0 == columns % unit.columns and depth > 0 == depth % unit.depth
-                assert (columns + unit.rows) * depth <= room and columns <= most
-                assert (depth - unit.depth) * -(-K // (2 * depth)) < (K + 1) // 2  # in no more than it takes
-                assert 0 < near <= min(depth, matmul.AMX_NEAR) and near % unit.depth == 0
-                assert (near - unit.depth) * -(-depth // near) < depth
-    assert matmul._amx_panel(3072, 3072, 1, factors, sums // matmul.BLOCK)[0] == (96 if rooms == 1 else 192 if rooms == 2 else 384)
+def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
+    """All that is kept at once: a part of the left factor, a panel of the right one, and sums. Parts are as few as that allows."""
+    panels, sums, block = rooms * matmul.DEPTH * (matmul.PANEL + TILE_ROWS), rooms * MATMUL_ROWS * matmul.PANEL, matmul.BLOCK
+    for K, M, N, workers, where in itertools.product(
+        (1, 32, 33, 768, 4096, 50304), (1, 769, 50304), (1, 31, 768, 3072, 50304), range(1, rooms + 1), range(3)
+    ):
+        all_k, packed = -(-K // tile.depth) * tile.depth, max(1 << 20, block * -(-K // TILE_DEPTH) * TILE_DEPTH)
+        s = matmul._sizes(M, N, all_k, where, tile, workers, packed, panels // workers, sums // workers)
+        assert all(size > 0 for size in s) and s.part_rows % block == s.rows % block == s.columns % tile.columns == 0
+        assert s.depth % tile.depth == s.near % tile.depth == 0 and (s.columns + tile.rows) * s.depth <= panels // workers
+        assert (s.part_depth == all_k or s.part_depth % s.depth == 0) and s.near <= s.depth and s.rows <= s.part_rows
+        whole_panels, pieces = -(-N // s.columns), -(-min(M, s.part_rows) // s.rows)
+        if where == matmul.BY_PARTS:
+            assert s.part_rows * s.part_depth <= packed
+        else:
+            assert s.part_rows >= M and s.part_depth == all_k
+        if s.part_depth < all_k:  # the sums of all tasks of a worker
+            assert -(-whole_panels * pieces // workers) * s.rows * s.columns <= sums // workers
+        elif s.depth < all_k:
+            assert s.rows * s.columns <= sums // workers
+        if tile is tiles.AMX:
+            assert (s.depth - tile.depth) * -(-all_k // s.depth) < all_k and (s.near - tile.depth) * -(-s.depth // s.near) < s.depth
+            assert s.near <= matmul.AMX_NEAR and s.columns <= matmul.AMX_PANEL and s.depth <= matmul.AMX_DEPTH
+    if tile is tiles.AMX:
+        s = matmul._sizes(3072, 3072, 1536, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
+        assert s.columns == (96 if rooms == 1 else 192 if rooms == 2 else 384)
+        s = matmul._sizes(3072, 768, 2048, matmul.BY_PARTS, tile, 2, 1 << 20, panels // 2, sums // 2)
+        assert rooms < 64 or s == (1536, 512, 1536, 384, 512, 256)
 
 
 SHAPES_OF_REGISTERS = """

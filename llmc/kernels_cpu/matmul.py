@@ -3,9 +3,12 @@
 A panel of columns of the right factor is packed by the thread that multiplies it next, so much of its depth at once that it stays in the
 core's own cache. Rows of the left factor are read where they lie; or packed as many at a time as a tile has, where they are to be widened,
 or are no whole tiles. Where what lies together are columns, as in a weight's gradient, they are packed before all threads go on, a part of
-the rows at a time. What a thread works on is a panel of the product, or some of its rows, added up in fp32. An element is the sum over
-DEPTH factors, added to that over the next, or with AMX over what a tile is deep: its bits depend on no threads, panels or pieces.
+the rows at a time, and with AMX of the depth. What a thread works on is a panel of the product, or some of its rows, added up in fp32. An
+element is the sum over DEPTH factors, added to that over the next, or with AMX over what a tile is deep: its bits depend on no threads,
+panels or pieces.
 """
+
+from collections import namedtuple
 
 import numpy as np
 import torch
@@ -22,6 +25,9 @@ from llmc.memory.plan import MATMUL_DEPTH as DEPTH
 from llmc.memory.plan import MATMUL_PANEL as PANEL
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)
+# rows and depth of the left factor that are packed at once, if by parts; rows and columns of the product that a task is; how deep panels
+# are, and of that how much is multiplied at once
+Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "depth", "near"))
 MOST_ROWS = 1024  # of a panel of the product in fp32: as they are read and written once for each depth, they too should stay in that cache
 # AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
 # room for leave each as much. Matmuls of d12 at 1024 rows, in ms of a step: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471
@@ -55,63 +61,58 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
 
 
 @jit
-def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, packed, panels, size, sums):
+def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, packed, panels, sums, sizes):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias), of a[i * a_row + k * a_step] and b[j * b_row + k * b_step].
 
     where         a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
-    size          columns and depth of a panel, and how deep tiles are that are multiplied at once
     panels, sums  of each worker; a tile's rows of the left factor lie behind a panel
     """
     n, ROWS, COLUMNS = values_of(packed), tile_rows(packed), tile_columns(packed)
     end_k = whole_depth(packed, K)  # in factors, as all that is called depth or k
-    panel_columns, panel_depth, near = size
-    workers, n_panels, at_once = len(panels), cdiv(N, panel_columns), end_k <= panel_depth
-    part_rows = len(packed) // end_k // BLOCK * BLOCK if where == BY_PARTS else M
-    for part in range(0, M, part_rows):
-        end = min(M, part + part_rows)
-        blocks = cdiv(end - part, BLOCK)
-        left, left_row = a_factors, a_row // n
-        if where == BY_PARTS:
-            left, left_row = packed, end_k
-            for block in prange(blocks):
-                row = part + np.int64(block) * BLOCK
-                pack_left(packed, (row - part) * end_k, end_k, BLOCK, end_k, a, row * a_row, a_row, a_step, min(BLOCK, end - row), K)
-        # pieces of a panel: that fit the room for sums, and if panels cannot be shared out, or the left factor had better be, two a worker
-        pieces = 1 if where != BY_PARTS and n_panels % workers == 0 else min(blocks, cdiv(2 * workers, n_panels))
-        if not at_once:
-            pieces = max(pieces, cdiv(blocks, sums.shape[1] // panel_columns // BLOCK))
-        piece_rows = cdiv(blocks, pieces) * BLOCK
-        pieces = cdiv(blocks * BLOCK, piece_rows)
-        for worker in prange(workers):
-            w = np.int64(worker)
-            panel, total, shapes = panels[w], sums[w], np.empty(LINE, np.uint8)
-            open_tiles(panel, shapes)
-            for task in range(w, n_panels * pieces, workers):
-                column, row = task // pieces * panel_columns, part + task % pieces * piece_rows
-                columns, rows = min(panel_columns, N - column), min(end - row, piece_rows)
-                for k in range(0, end_k, panel_depth):
-                    depth, last, numbers = min(panel_depth, end_k - k), k + panel_depth >= end_k, min(K - k * n, panel_depth * n)
-                    first_b = column * b_row + k * n * b_step
-                    pack_right(panel, COLUMNS, COLUMNS * panel_depth, columns, depth, b, first_b, b_row, b_step, columns, numbers)
-                    for i in range(0, rows, ROWS):
-                        at, height = (row + i) * N + column, min(ROWS, rows - i)
-                        sums_at = 0 if at_once else i * panel_columns
-                        tile, first, step = left, (row - part + i) * left_row + k, left_row
-                        if where == BY_TILES or (where == IN_PLACE and height < ROWS):
-                            tile, first, step = panel, panel_depth * panel_columns, panel_depth
-                            pack_left(panel, first, step, ROWS, depth, a, (row + i) * a_row + k * n, a_row, a_step, height, numbers)
-                        for at_k in range(0, depth, near):
-                            for j in range(0, columns, COLUMNS):
-                                if last and not by_amx(packed):  # its place is fetched while it is added up
-                                    for r in range(height):
-                                        fetch_to_write(out, at + r * N + j, COLUMNS)
-                                multiply_tile(
-                                    total, sums_at + j, panel_columns, tile, first + at_k, step,
-                                    panel, j * panel_depth + at_k * COLUMNS, COLUMNS, min(near, depth - at_k), k + at_k,
-                                )  # fmt: skip
-                        if last:
-                            _finish(out, at, N, bias, column, total, sums_at, panel_columns, height, columns, adds, biased, streams)
-            close_tiles(panel, shapes)
+    workers, n_panels, at_once = len(panels), cdiv(N, sizes.columns), end_k <= sizes.depth
+    kept = sizes.rows * sizes.columns if sizes.part_depth < end_k else 0  # sums of a task, until the last part has been added
+    left, left_row = (packed, sizes.part_depth) if where == BY_PARTS else (a_factors, a_row // n)
+    for part in range(0, M, sizes.part_rows):
+        end = min(M, part + sizes.part_rows)
+        pieces = cdiv(end - part, sizes.rows)
+        for part_k in range(0, end_k, sizes.part_depth):
+            part_end, first_a = min(end_k, part_k + sizes.part_depth), part_k * n * a_step
+            if where == BY_PARTS:
+                for block in prange(cdiv(end - part, BLOCK)):
+                    row, all_k, numbers = part + np.int64(block) * BLOCK, part_end - part_k, min(K, part_end * n) - part_k * n
+                    first, height = first_a + row * a_row, min(BLOCK, end - row)
+                    pack_left(packed, (row - part) * left_row, left_row, BLOCK, all_k, a, first, a_row, a_step, height, numbers)
+            for worker in prange(workers):
+                w = np.int64(worker)
+                panel, total, shapes = panels[w], sums[w], np.empty(LINE, np.uint8)
+                open_tiles(panel, shapes)
+                for task in range(w, n_panels * pieces, workers):
+                    column, row = task // pieces * sizes.columns, part + task % pieces * sizes.rows
+                    columns, rows = min(sizes.columns, N - column), min(end - row, sizes.rows)
+                    for k in range(part_k, part_end, sizes.depth):
+                        depth, last, numbers = min(sizes.depth, end_k - k), k + sizes.depth >= end_k, min(K - k * n, sizes.depth * n)
+                        first_b = column * b_row + k * n * b_step
+                        pack_right(panel, COLUMNS, COLUMNS * sizes.depth, columns, depth, b, first_b, b_row, b_step, columns, numbers)
+                        for i in range(0, rows, ROWS):
+                            at, height = (row + i) * N + column, min(ROWS, rows - i)
+                            sums_at = 0 if at_once else task // workers * kept + i * sizes.columns
+                            tile, first, step = left, (row - part + i) * left_row + k - part_k, left_row
+                            if where == BY_TILES or (where == IN_PLACE and height < ROWS):
+                                tile, first, step = panel, sizes.depth * sizes.columns, sizes.depth
+                                pack_left(panel, first, step, ROWS, depth, a, (row + i) * a_row + k * n, a_row, a_step, height, numbers)
+                            for near_k in range(0, depth, sizes.near):
+                                deep, b_at = min(sizes.near, depth - near_k), near_k * COLUMNS
+                                for j in range(0, columns, COLUMNS):
+                                    if last and not by_amx(packed):  # its place is fetched while it is added up
+                                        for r in range(height):
+                                            fetch_to_write(out, at + r * N + j, COLUMNS)
+                                    multiply_tile(
+                                        total, sums_at + j, sizes.columns, tile, first + near_k, step,
+                                        panel, j * sizes.depth + b_at, COLUMNS, deep, k + near_k,
+                                    )  # fmt: skip
+                            if last:
+                                _finish(out, at, N, bias, column, total, sums_at, sizes.columns, height, columns, adds, biased, streams)
+                close_tiles(panel, shapes)
 
 
 def matmul_forward(out, inp, weight, bias=None, *, room):
@@ -151,32 +152,55 @@ def _launch(out, bias, adds, a, b, room):
         where = IN_PLACE
     streams = tile is AMX and (out.data_ptr() | N * out.element_size()) % LINE == 0
     packed, panels, sums = factors(packed), factors(panels), array(sums)
-    columns, depth, near = PANEL, DEPTH, DEPTH
-    if tile is AMX:
-        columns, depth, near = _amx_panel(K, N, workers, len(panels) // workers, len(sums) // workers // BLOCK)
-    panels = panels[: workers * (columns + tile.rows) * depth].reshape(workers, -1)
-    sums_each = min(MOST_ROWS * columns, len(sums) // workers // BLOCK * BLOCK)
-    sums = sums[: workers * sums_each].reshape(workers, -1)
+    all_k = tile.depth * door.cdiv(K, tile.depth * (2 if packed.dtype == np.uint32 else 1))
+    sums_room = len(sums) // workers // BLOCK * BLOCK
+    sizes = _sizes(M, N, all_k, where, tile, workers, len(packed), len(panels) // workers, sums_room)
+    panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)
+    sums = sums[: workers * sums_room].reshape(workers, -1)
     numbers_a, numbers_b = (array(x if x.is_contiguous() else x.t()) for x in (a, b))
     door.launch(
         _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), int(streams),
         numbers_a, factors(a) if where == IN_PLACE else packed, *a.stride(), where, numbers_b, *reversed(b.stride()), M, N, K,
-        packed, panels, (columns, depth, near), sums,
+        packed, panels, sums, sizes,
     )  # fmt: skip
 
 
-def _amx_panel(K, N, workers, room, most):
-    """The sizes of each worker's panels: that fit its room, of so many factors, and are at most so many columns."""
+def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
+    """That fit room for so many factors: of what all threads pack of the left one, and of a worker's panel; and for a worker's sums."""
+    columns, depth, near = PANEL, DEPTH, DEPTH
+    if tile is AMX:
+        columns, depth, near = _amx_panel(N, all_k, workers, panel, sums // BLOCK)
+    blocks, panels = door.cdiv(M, BLOCK), door.cdiv(N, columns)
+    shares, pieces = panels % workers == 0, door.cdiv(2 * workers, panels)
+    if where == BY_PARTS and tile is AMX and all_k > depth:  # of all the depth it would be so few rows that panels are packed too often
+        pieces = 1 if shares else pieces
+        most = min(packed // depth // pieces, sums // columns // door.cdiv(panels * pieces, workers)) // BLOCK
+        if most:
+            rows = door.cdiv(blocks, door.cdiv(blocks, most * pieces) * pieces)
+            return Sizes(rows * pieces * BLOCK, depth, rows * BLOCK, columns, depth, near)
+    if where == BY_PARTS:
+        blocks = _even(blocks, packed // all_k // BLOCK)
+    # of whole panels, or where these cannot be shared out, or the left factor had better be, two pieces a worker; whose sums fit
+    rows = blocks if shares and where != BY_PARTS else door.cdiv(blocks, pieces)
+    if all_k > depth:
+        rows = min(rows, _even(blocks, min(MOST_ROWS, sums // columns) // BLOCK))
+    return Sizes(blocks * BLOCK, all_k, rows * BLOCK, columns, depth, near)
 
-    def part(depth, most):
-        """Of a depth in parts that are as even as can be, and at most so deep."""
-        return AMX.depth * door.cdiv(depth, AMX.depth * door.cdiv(depth, most))
 
-    depth = part(door.cdiv(K, 2), min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows) // AMX.depth * AMX.depth)))
+def _amx_panel(N, all_k, workers, room, most):
+    """Columns, depth and near of panels: that fit the room, of so many factors, and are at most so many columns."""
+    steps = min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows))) // AMX.depth
+    depth = AMX.depth * _even(all_k // AMX.depth, steps)
     most = min(AMX_PANEL, most, room // depth - AMX.rows) // AMX.columns * AMX.columns
 
     def time(columns):
         """Until the last worker has multiplied its panels, and for each read the left factor once."""
         return door.cdiv(door.cdiv(N, columns), workers) * (columns + AMX.columns // 2)
 
-    return min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time), depth, part(depth, AMX_NEAR)
+    columns = min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time)
+    return columns, depth, AMX.depth * _even(depth // AMX.depth, AMX_NEAR // AMX.depth)
+
+
+def _even(whole, most):
+    """The larger of parts that are as few and as even as can be, each of at most so much."""
+    return door.cdiv(whole, door.cdiv(whole, most))

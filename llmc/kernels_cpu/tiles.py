@@ -22,6 +22,7 @@ LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
 # of 4 rows 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
 VECTORS = 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
 COLUMNS = VECTORS * LANES
+PACKED_ROWS = 16  # of a block of columns before the next one's: blocks may lie so far apart that the caches have the same places for all
 # by AVX-512's instruction, which earlier LLVMs have for other types; else as two products of widened numbers. Whether it pays: backend.py
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)
 FLOATS, INTS, HALVES = (ir.VectorType(number, LANES) for number in (FLOAT, INT32, INT16))
@@ -384,12 +385,12 @@ def pack_right(out, width, block, all_columns, all_depth, x, first, x_row, x_ste
             for i in range(0, some, LANES):
                 transpose_rows(out, at + i * width, width, x, first + j * x_row + n * i, x_row)
     elif x_row == 1:
-        for i in range(some):
-            at, here = i * width, first + n * i * x_step
+        for few in range(0, some, PACKED_ROWS):
             for start in range(0, some_columns, width):
-                for j in range(start, min(start + width, some_columns), LANES):
-                    join_factors(out, at + j - start, x, here + j, here + j + (n - 1) * x_step)
-                at += block
+                for i in range(few, min(few + PACKED_ROWS, some)):
+                    at, here = start // width * block + i * width - start, first + n * i * x_step
+                    for j in range(start, min(start + width, some_columns), LANES):
+                        join_factors(out, at + j, x, here + j, here + j + (n - 1) * x_step)
     for j in range(columns):
         at = j // width * block + j % width
         for i in range(some if j < some_columns else 0, (depth + n - 1) // n):
