@@ -335,7 +335,7 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
 # B*T, C, OC: one of each, primes, parts of tiles in rows and columns, several depths with a rest, more rows than are summed up at once
 MATMULS = [
     (1, 1, 1), (21, 11, 13), (7, 3, 300), (5, 1100, 65), (67, 769, 130), (1100, 64, 70), (1100, 800, 70), (70, 70, 1100), (33, 768, 2304),
-    (300, 2080, 160),
+    (300, 2080, 160), (1600, 300, 700),
 ]  # fmt: skip
 matmuls = pytest.mark.parametrize("rows, C, OC", MATMULS)
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -449,14 +449,21 @@ def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
         assert s.depth % tile.depth == s.near % tile.depth == 0 and (s.columns + tile.rows) * s.depth <= panels // workers
         assert (s.part_depth == all_k or s.part_depth % s.depth == 0) and s.near <= s.depth and s.rows <= s.part_rows
         whole_panels, pieces = -(-N // s.columns), -(-min(M, s.part_rows) // s.rows)
+        blocks, room = -(-M // block), sums // workers // s.columns // block
+        parts = -(-M // s.part_rows)
         if where == matmul.BY_PARTS:
             assert s.part_rows * s.part_depth <= packed
         else:
             assert s.part_rows >= M and s.part_depth == all_k
-        if s.part_depth < all_k:  # the sums of all tasks of a worker
-            assert -(-whole_panels * pieces // workers) * s.rows * s.columns <= sums // workers
-        elif s.depth < all_k:
-            assert s.rows * s.columns <= sums // workers
+        if s.part_depth < all_k:  # the sums of all tasks of a worker; those of one part less would not fit, or not what is packed
+            tasks = -(-whole_panels * pieces // workers)
+            assert s.depth == s.part_depth and tasks * s.rows * s.columns <= sums // workers
+            larger = parts == 1 or -(-blocks // ((parts - 1) * pieces)) * block
+            assert parts == 1 or tasks * larger * s.columns > sums // workers or larger * pieces * s.depth > packed
+        else:
+            assert where != matmul.BY_PARTS or parts <= -(-blocks // (packed // all_k // block))
+            assert s.rows >= min(block * min(room, matmul.MOST_ROWS // block), s.part_rows) // (2 * workers)
+            assert s.depth >= all_k or (s.rows * s.columns <= sums // workers and s.rows <= matmul.MOST_ROWS)
         if tile is tiles.AMX:
             assert (s.depth - tile.depth) * -(-all_k // s.depth) < all_k and (s.near - tile.depth) * -(-s.depth // s.near) < s.depth
             assert s.near <= matmul.AMX_NEAR and s.columns <= matmul.AMX_PANEL and s.depth <= matmul.AMX_DEPTH

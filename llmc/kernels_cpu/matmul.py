@@ -28,7 +28,9 @@ IN_PLACE, BY_TILES, BY_PARTS = range(3)
 # rows and depth of the left factor that are packed at once, if by parts; rows and columns of the product that a task is; how deep panels
 # are, and of that how much is multiplied at once
 Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "depth", "near"))
-MOST_ROWS = 1024  # of a panel of the product in fp32: as they are read and written once for each depth, they too should stay in that cache
+# of a panel of the product in fp32: as they are read and written once for each depth, they too should stay in that cache. Unless with parts
+# of the depth there may be more
+MOST_ROWS = 1024
 # AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
 # room for leave each as much. Matmuls of d12 at 1024 rows, in ms of a step: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471
 AMX_PANEL, AMX_DEPTH = 384, 512
@@ -79,9 +81,12 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
             part_end, first_a = min(end_k, part_k + sizes.part_depth), part_k * n * a_step
             if where == BY_PARTS:
                 for block in prange(cdiv(end - part, BLOCK)):
-                    row, all_k, numbers = part + np.int64(block) * BLOCK, part_end - part_k, min(K, part_end * n) - part_k * n
-                    first, height = first_a + row * a_row, min(BLOCK, end - row)
-                    pack_left(packed, (row - part) * left_row, left_row, BLOCK, all_k, a, first, a_row, a_step, height, numbers)
+                    row, part_depth = part + np.int64(block) * BLOCK, part_end - part_k
+                    height, numbers = min(BLOCK, end - row), min(K - part_k * n, part_depth * n)
+                    pack_left(
+                        packed, (row - part) * left_row, left_row, BLOCK, part_depth,
+                        a, first_a + row * a_row, a_row, a_step, height, numbers,
+                    )  # fmt: skip
             for worker in prange(workers):
                 w = np.int64(worker)
                 panel, total, shapes = panels[w], sums[w], np.empty(LINE, np.uint8)
@@ -166,24 +171,24 @@ def _launch(out, bias, adds, a, b, room):
 
 
 def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
-    """That fit room for so many factors: of what all threads pack of the left one, and of a worker's panel; and for a worker's sums."""
+    """Of a product (M, N), each element's of so many factors. Room: `packed` for factors of the left matrix that all threads pack, `panel`
+    for those of a worker's panel, and `sums` for a worker's."""
     columns, depth, near = PANEL, DEPTH, DEPTH
     if tile is AMX:
         columns, depth, near = _amx_panel(N, all_k, workers, panel, sums // BLOCK)
-    blocks, panels = door.cdiv(M, BLOCK), door.cdiv(N, columns)
-    shares, pieces = panels % workers == 0, door.cdiv(2 * workers, panels)
-    if where == BY_PARTS and tile is AMX and all_k > depth:  # of all the depth it would be so few rows that panels are packed too often
-        pieces = 1 if shares else pieces
-        most = min(packed // depth // pieces, sums // columns // door.cdiv(panels * pieces, workers)) // BLOCK
-        if most:
-            rows = door.cdiv(blocks, door.cdiv(blocks, most * pieces) * pieces)
-            return Sizes(rows * pieces * BLOCK, depth, rows * BLOCK, columns, depth, near)
-    if where == BY_PARTS:
-        blocks = _even(blocks, packed // all_k // BLOCK)
+    all_blocks, n_panels = door.cdiv(M, BLOCK), door.cdiv(N, columns)
+    shares, two_each = n_panels % workers == 0, door.cdiv(2 * workers, n_panels)
+    blocks = _even(all_blocks, packed // all_k // BLOCK) if where == BY_PARTS else all_blocks
     # of whole panels, or where these cannot be shared out, or the left factor had better be, two pieces a worker; whose sums fit
-    rows = blocks if shares and where != BY_PARTS else door.cdiv(blocks, pieces)
+    rows = blocks if shares and where != BY_PARTS else door.cdiv(blocks, two_each)
     if all_k > depth:
         rows = min(rows, _even(blocks, min(MOST_ROWS, sums // columns) // BLOCK))
+    if where == BY_PARTS and tile is AMX and all_k > depth:  # if with parts of the depth tasks have more rows, panels are packed less often
+        pieces = 1 if shares else min(two_each, all_blocks)
+        most = min(packed // depth // pieces, sums // columns // door.cdiv(n_panels * pieces, workers)) // BLOCK
+        deep_rows = door.cdiv(all_blocks, door.cdiv(all_blocks, most * pieces) * pieces) if most else 0
+        if deep_rows >= rows:
+            return Sizes(deep_rows * pieces * BLOCK, depth, deep_rows * BLOCK, columns, depth, near)
     return Sizes(blocks * BLOCK, all_k, rows * BLOCK, columns, depth, near)
 
 
