@@ -17,12 +17,13 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import LINE, array, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
     AMX, LANES, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, stream, tile_columns, tile_of, tile_rows,
-    values_of, whole_depth,
+    values_of,
 )  # fmt: skip
 from llmc.layers.rows import rows_of
 from llmc.memory.plan import MATMUL_BLOCK as BLOCK
 from llmc.memory.plan import MATMUL_DEPTH as DEPTH
 from llmc.memory.plan import MATMUL_PANEL as PANEL
+from llmc.memory.plan import even_part, whole
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)
 # rows and depth of the left factor that are packed at once, if by parts; rows and columns of the product that a task is; how deep panels
@@ -63,22 +64,24 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
 
 
 @jit
-def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, packed, panels, sums, sizes):
+def _multiply(
+    out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, all_k, packed, panels, sums, sizes
+):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias), of a[i * a_row + k * a_step] and b[j * b_row + k * b_step].
 
+    all_k         factors of K numbers and of what fills up whole tiles; in factors are all that is called depth or k
     where         a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
     panels, sums  of each worker; a tile's rows of the left factor lie behind a panel
     """
     n, ROWS, COLUMNS = values_of(packed), tile_rows(packed), tile_columns(packed)
-    end_k = whole_depth(packed, K)  # in factors, as all that is called depth or k
-    workers, n_panels, at_once = len(panels), cdiv(N, sizes.columns), end_k <= sizes.depth
-    kept = sizes.rows * sizes.columns if sizes.part_depth < end_k else 0  # sums of a task, until the last part has been added
+    workers, n_panels, at_once = len(panels), cdiv(N, sizes.columns), all_k <= sizes.depth
+    kept = sizes.rows * sizes.columns if sizes.part_depth < all_k else 0  # sums of a task, until the last part has been added
     left, left_row = (packed, sizes.part_depth) if where == BY_PARTS else (a_factors, a_row // n)
     for part in range(0, M, sizes.part_rows):
         end = min(M, part + sizes.part_rows)
         pieces = cdiv(end - part, sizes.rows)
-        for part_k in range(0, end_k, sizes.part_depth):
-            part_end, first_a = min(end_k, part_k + sizes.part_depth), part_k * n * a_step
+        for part_k in range(0, all_k, sizes.part_depth):
+            part_end, first_a = min(all_k, part_k + sizes.part_depth), part_k * n * a_step
             if where == BY_PARTS:
                 for block in prange(cdiv(end - part, BLOCK)):
                     row, part_depth = part + np.int64(block) * BLOCK, part_end - part_k
@@ -95,7 +98,7 @@ def _multiply(out, bias, adds, biased, streams, a, a_factors, a_row, a_step, whe
                     column, row = task // pieces * sizes.columns, part + task % pieces * sizes.rows
                     columns, rows = min(sizes.columns, N - column), min(end - row, sizes.rows)
                     for k in range(part_k, part_end, sizes.depth):
-                        depth, last, numbers = min(sizes.depth, end_k - k), k + sizes.depth >= end_k, min(K - k * n, sizes.depth * n)
+                        depth, last, numbers = min(sizes.depth, all_k - k), k + sizes.depth >= all_k, min(K - k * n, sizes.depth * n)
                         first_b = column * b_row + k * n * b_step
                         pack_right(panel, COLUMNS, COLUMNS * sizes.depth, columns, depth, b, first_b, b_row, b_step, columns, numbers)
                         for i in range(0, rows, ROWS):
@@ -157,7 +160,7 @@ def _launch(out, bias, adds, a, b, room):
         where = IN_PLACE
     streams = tile is AMX and (out.data_ptr() | N * out.element_size()) % LINE == 0
     packed, panels, sums = factors(packed), factors(panels), array(sums)
-    all_k = tile.depth * door.cdiv(K, tile.depth * (2 if packed.dtype == np.uint32 else 1))
+    all_k = whole(door.cdiv(K, 2 if packed.dtype == np.uint32 else 1), tile.depth)
     sums_room = len(sums) // workers // BLOCK * BLOCK
     sizes = _sizes(M, N, all_k, where, tile, workers, len(packed), len(panels) // workers, sums_room)
     panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)
@@ -165,7 +168,7 @@ def _launch(out, bias, adds, a, b, room):
     numbers_a, numbers_b = (array(x if x.is_contiguous() else x.t()) for x in (a, b))
     door.launch(
         _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), int(streams),
-        numbers_a, factors(a) if where == IN_PLACE else packed, *a.stride(), where, numbers_b, *reversed(b.stride()), M, N, K,
+        numbers_a, factors(a) if where == IN_PLACE else packed, *a.stride(), where, numbers_b, *reversed(b.stride()), M, N, K, all_k,
         packed, panels, sums, sizes,
     )  # fmt: skip
 
@@ -178,11 +181,11 @@ def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
         columns, depth, near = _amx_panel(N, all_k, workers, panel, sums // BLOCK)
     all_blocks, n_panels = door.cdiv(M, BLOCK), door.cdiv(N, columns)
     shares, two_each = n_panels % workers == 0, door.cdiv(2 * workers, n_panels)
-    blocks = _even(all_blocks, packed // all_k // BLOCK) if where == BY_PARTS else all_blocks
+    blocks = even_part(all_blocks, packed // all_k // BLOCK) if where == BY_PARTS else all_blocks
     # of whole panels, or where these cannot be shared out, or the left factor had better be, two pieces a worker; whose sums fit
     rows = blocks if shares and where != BY_PARTS else door.cdiv(blocks, two_each)
     if all_k > depth:
-        rows = min(rows, _even(blocks, min(MOST_ROWS, sums // columns) // BLOCK))
+        rows = min(rows, even_part(blocks, min(MOST_ROWS, sums // columns) // BLOCK))
     if where == BY_PARTS and tile is AMX and all_k > depth:  # if with parts of the depth tasks have more rows, panels are packed less often
         pieces = 1 if shares else min(two_each, all_blocks)
         most = min(packed // depth // pieces, sums // columns // door.cdiv(n_panels * pieces, workers)) // BLOCK
@@ -195,7 +198,7 @@ def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
 def _amx_panel(N, all_k, workers, room, most):
     """Columns, depth and near of panels: that fit the room, of so many factors, and are at most so many columns."""
     steps = min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows))) // AMX.depth
-    depth = AMX.depth * _even(all_k // AMX.depth, steps)
+    depth = AMX.depth * even_part(all_k // AMX.depth, steps)
     most = min(AMX_PANEL, most, room // depth - AMX.rows) // AMX.columns * AMX.columns
 
     def time(columns):
@@ -203,9 +206,4 @@ def _amx_panel(N, all_k, workers, room, most):
         return door.cdiv(door.cdiv(N, columns), workers) * (columns + AMX.columns // 2)
 
     columns = min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time)
-    return columns, depth, AMX.depth * _even(depth // AMX.depth, AMX_NEAR // AMX.depth)
-
-
-def _even(whole, most):
-    """The larger of parts that are as few and as even as can be, each of at most so much."""
-    return door.cdiv(whole, door.cdiv(whole, most))
+    return columns, depth, AMX.depth * even_part(depth // AMX.depth, AMX_NEAR // AMX.depth)

@@ -14,6 +14,7 @@ import torch
 
 from llmc.backend import bf16_products
 from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
+from llmc.memory.plan import even_part
 
 
 def matmul_forward(out, inp, weight, bias=None, room=None):
@@ -98,12 +99,8 @@ def _add_widened(sums, a, b, room, depth, accumulate):
 def _piece_sizes(room, M, N, K):
     """Rows, columns and depth of equal pieces of a product, all three about as large: then most is done between widenings."""
     side = isqrt(room // 3)
-    rows, columns = _even_part(M, side), _even_part(N, side)
-    return rows, columns, _even_part(K, (room - rows * columns) // (rows + columns))
-
-
-def _even_part(n, most):
-    return -(-n // -(-n // most))
+    rows, columns = even_part(M, side), even_part(N, side)
+    return rows, columns, even_part(K, (room - rows * columns) // (rows + columns))
 
 
 def _widen(factor, room):

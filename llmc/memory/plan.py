@@ -304,13 +304,13 @@ class Plan:
         heads, HS = o.B * sizes["h"], sizes["HS"]
         gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
         if o.attention_kind == "flash":  # sums dq deterministically: in one copy for every part of the card that works on a head
-            tiles = 4 * heads * _whole(o.T, 128)
-            return gradients + tiles + tiles * _whole(HS, 32) * -(-o.processors // heads)
+            tiles = 4 * heads * whole(o.T, 128)
+            return gradients + tiles + tiles * whole(HS, 32) * -(-o.processors // heads)
         if o.attention_kind == "cudnn":
             return gradients + row_sums + dq  # a guess, as its workspace is not documented
         if o.precision == "fp32":  # sums dq in place, but makes tensors of do * o, its row sums, and these transposed
             return gradients + dq + 2 * row_sums
-        return gradients + row_sums + 4 * heads * _whole(o.T, 128) * _whole(HS, 64)
+        return gradients + row_sums + 4 * heads * whole(o.T, 128) * whole(HS, 64)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -420,13 +420,18 @@ def update_room(options: PlanOptions) -> int:
     C, Vp = options.config.channels, options.config.padded_vocab_size
     biggest = max(Vp * C, 4 * C * C) // options.tensor_parallel
     at_once = CHECKPOINT_ELEMENTS if options.fused else TUNING[options.device].update_elements
-    room = min(at_once, _whole(biggest, ROUNDING_BLOCK))
-    return max(room, _whole(4 * C, ROUNDING_BLOCK))
+    room = min(at_once, whole(biggest, ROUNDING_BLOCK))
+    return max(room, whole(4 * C, ROUNDING_BLOCK))
 
 
-def _whole(n: int, unit: int) -> int:
+def whole(n: int, unit: int) -> int:
     """n, or the next multiple of a unit."""
     return -(-n // unit) * unit
+
+
+def even_part(n: int, most: int) -> int:
+    """The largest of parts of n that are as few and as even as can be, each of at most so much."""
+    return -(-n // -(-n // most))
 
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
@@ -437,7 +442,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
     return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | {
-        "Tp": _whole(o.T, lse_multiple),
+        "Tp": whole(o.T, lse_multiple),
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
@@ -457,10 +462,10 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     that are packed at once: of as many of its rows as fit, but at least of a block's, each filled up to TILE_DEPTH."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
     widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
-    workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), _whole(rows, TILE_DEPTH)
+    workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), whole(rows, TILE_DEPTH)
     return {
         "Wm": workers,
-        "Rm": workers * min(MATMUL_ROWS, _whole(max(rows, widest), MATMUL_BLOCK)),
+        "Rm": workers * min(MATMUL_ROWS, whole(max(rows, widest), MATMUL_BLOCK)),
         "Nf": 4 // DTYPE_BYTES[o.factor_type],
         "Pm": MATMUL_BLOCK * depth * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * depth), -(-widest // MATMUL_BLOCK))),
     }
@@ -477,7 +482,7 @@ def attention_heads(o: PlanOptions) -> int:
     NH = sizes_of(o.config, parts=o.tensor_parallel)["h"]
     if heads >= NH:
         return min(o.B, heads // NH) * NH
-    return -(-NH // -(-NH // heads))
+    return even_part(NH, heads)
 
 
 def attention_workers(o: PlanOptions) -> int:
@@ -491,7 +496,7 @@ def attention_workers(o: PlanOptions) -> int:
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
     """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks, We forms of weights, of which pairs have one more."""
-    tokens, channels = (_whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
+    tokens, channels = (whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
     return {"Tb": tokens, "Hb": channels, "We": 2 if o.factor_type == "fp32" else 3}
 
 
@@ -693,7 +698,7 @@ def norm_partials(o: PlanOptions) -> int:
 
 
 def _extent(tensors) -> int:
-    return max(_whole(t.offset + t.nbytes, ALIGNMENT) for t in tensors)
+    return max(whole(t.offset + t.nbytes, ALIGNMENT) for t in tensors)
 
 
 def _place(tensors, stages):
@@ -709,6 +714,6 @@ def _place(tensors, stages):
         for other in sorted((p for p in placed if meet(tensor, p)), key=lambda p: p.offset):
             if offset + tensor.nbytes <= other.offset:
                 break
-            offset = max(offset, _whole(other.offset + other.nbytes, ALIGNMENT))
+            offset = max(offset, whole(other.offset + other.nbytes, ALIGNMENT))
         placed.append(replace(tensor, offset=offset))
     return placed
