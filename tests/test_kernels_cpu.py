@@ -466,12 +466,13 @@ def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
             assert s.depth >= all_k or (s.rows * s.columns <= sums // workers and s.rows <= matmul.MOST_ROWS)
         if tile is tiles.AMX:
             assert (s.depth - tile.depth) * -(-all_k // s.depth) < all_k and (s.near - tile.depth) * -(-s.depth // s.near) < s.depth
-            assert s.near <= matmul.AMX_NEAR and s.columns <= matmul.AMX_PANEL and s.depth <= matmul.AMX_DEPTH
+            assert s.near <= (matmul.AMX_NEAR if s.depth == all_k else matmul.AMX_NEAR_IN_PARTS)
+            assert s.columns <= matmul.AMX_PANEL and s.depth <= matmul.AMX_DEPTH
     if tile is tiles.AMX:
         s = matmul._sizes(3072, 3072, 1536, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
         assert s.columns == (96 if rooms == 1 else 192 if rooms == 2 else 384)
         s = matmul._sizes(3072, 768, 2048, matmul.BY_PARTS, tile, 2, 1 << 20, panels // 2, sums // 2)
-        assert rooms < 64 or s == (1536, 512, 1536, 384, 512, 256)
+        assert rooms < 64 or s == (1024, 688, 1024, 384, 688, 240)
 
 
 SHAPES_OF_REGISTERS = """

@@ -33,10 +33,12 @@ Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "dept
 # of the depth there may be more
 MOST_ROWS = 1024
 # AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
-# room for leave each as much. Matmuls of d12 at 1024 rows, in ms of a step: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471
-AMX_PANEL, AMX_DEPTH = 384, 512
-# and of that depth so much at a time that a tile's rows of the left factor stay in the core's first cache: 4.7 TFLOP/s, beyond it 3.3
-AMX_NEAR = 384
+# room for leave each as much. Matmuls of d12, in ms of a step of 1024 rows: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471; and
+# with AMX_NEAR, of 1024 and of 4096 rows: 384 x 512 279 and 1214, 384 x 704 276 and 1178
+AMX_PANEL, AMX_DEPTH = 384, 704
+# and of that depth so much at a time that a tile's rows of the left factor stay in the core's first cache: 4.7 TFLOP/s, beyond it 3.3. Less
+# where sums are read again at the next depth, and the left factor's rows lie farther apart
+AMX_NEAR, AMX_NEAR_IN_PARTS = 384, 256
 
 cdiv = shared(door.cdiv)
 
@@ -206,4 +208,5 @@ def _amx_panel(N, all_k, workers, room, most):
         return door.cdiv(door.cdiv(N, columns), workers) * (columns + AMX.columns // 2)
 
     columns = min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time)
-    return columns, depth, AMX.depth * even_part(depth // AMX.depth, AMX_NEAR // AMX.depth)
+    near = AMX_NEAR if depth == all_k else AMX_NEAR_IN_PARTS
+    return columns, depth, AMX.depth * even_part(depth // AMX.depth, near // AMX.depth)
