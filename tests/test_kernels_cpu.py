@@ -132,6 +132,31 @@ def test_exp_is_off_by_an_ulp_at_most_and_nothing_where_it_would_be_subnormal():
     assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
 
 
+def test_a_thread_s_own_numbers_begin_at_a_line_of_cache():
+    @door.njit
+    def places(n):
+        return [door.aligned(n).ctypes.data % door.LINE for _ in range(9)], len(door.aligned(n))
+
+    for n in (1, 16, 770):
+        assert places(n) == ([0] * 9, n)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint16])
+def test_a_row_that_is_streamed_past_the_caches_has_the_bits_of_one_that_is_not(kind):
+    @door.njit
+    def write(out, x, streams):
+        tiles.write_row(out, 32, x, 5, 64, streams)
+
+    x = np.random.default_rng(0).standard_normal(80).astype(np.float32)
+    x[7], x[9], x[11] = nan, -inf, 1e-40
+    memory = [np.full(128 + door.LINE, 7, kind) for _ in range(2)]
+    for streams, room in enumerate(memory):
+        out = room[-room.ctypes.data % door.LINE // room.itemsize :][:128]
+        write(out, x, streams)
+        memory[streams] = out.copy()
+    assert memory[0].tobytes() == memory[1].tobytes() and (memory[0][:32] == 7).all() and (memory[0][96:] == 7).all()
+
+
 RUN = """
 import torch
 from llmc.kernels_cpu import why_no_cpu_kernels

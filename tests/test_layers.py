@@ -796,6 +796,22 @@ def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(cpu, pl
 
 
 @dtypes
+def test_attention_may_be_written_anywhere(cpu, dtype):
+    """Also where a head's channels are whole lines of cache that are not at a line's start."""
+    B, T, C, NH, results = 2, 67, 128, 2, []
+    qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
+    for start in (0, 2, 16, 32):
+        memory = [torch.full((B * T * width + 2 * start,), nan, dtype=dtype) for width in (C, 3 * C)]
+        atty, dqkvr = (x[start : len(x) - start].view(B, T, -1) for x in memory)
+        dbias, scratch = unwritten(3 * C, dtype=dtype), cpu.room(B, T, C, NH, dtype)
+        cpu.forward(atty, qkvr, NH, scratch)
+        cpu.backward(dqkvr, dbias, datty, qkvr, NH, scratch, accumulate=False)
+        assert all(x.isnan().sum() == 2 * start for x in memory)
+        results.append([atty, dqkvr, dbias])
+    assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
+
+
+@dtypes
 def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earlier_ones(cpu, dtype):
     """A NaN may spread to later tokens, and within a block of queries, never back to one before."""
     B, T, C, NH = 1, 100, 8, 2

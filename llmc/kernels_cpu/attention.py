@@ -14,9 +14,10 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
 from llmc.kernels_cpu.columns import add_row, finish_columns, zero
-from llmc.kernels_cpu.door import F0, F1, LINE, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
+from llmc.kernels_cpu.door import F0, F1, LINE, aligned, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
 from llmc.kernels_cpu.tiles import (
-    LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, store_factor, transpose_rows, values_of, whole_depth,
+    LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, store_factor, streams_lines, transpose_rows, values_of, whole_depth,
+    write_row,
 )  # fmt: skip
 from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
 
@@ -109,21 +110,22 @@ def _score_gradients(p, ds, ds_right, powers, gradients, share, delta, end):
 
 
 @shared
-def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum, rows, scale):
-    """Rows of a gradient, times scale, to out; and to its sums over rows, before they are rounded."""
+def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum, rows, scale, streams):
+    """Rows of a gradient, times scale, to out; and to its sums over rows, before they are rounded. The gradient is scaled in place."""
     HS = len(tile_sum)
     for tile in range(0, rows, SUMMED_ROWS):
         zero(tile_sum, 0, HS)
         for row in range(tile, min(tile + SUMMED_ROWS, rows)):
             for i in range(HS):
                 x = load(gradient, row * width + i) * scale
-                store(out, first + row * stride + i, x)
+                store(gradient, row * width + i, x)
                 store(tile_sum, i, load(tile_sum, i) + x)
+            write_row(out, first + row * stride, gradient, row * width, HS, streams)
         add_row(sums, sums_at, tile_sum, 0, HS)
 
 
 @jit
-def _forward(out, qkvr, rooms, B, T, NH, HS, workers):
+def _forward(out, qkvr, rooms, B, T, NH, HS, workers, streams):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
     keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
     depth, keys_row, values_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n
@@ -131,7 +133,7 @@ def _forward(out, qkvr, rooms, B, T, NH, HS, workers):
         w = np.int64(worker)
         keys, values, queries = rooms.packed[w, 0], rooms.packed[w, 1], rooms.queries[w, 0]
         scores, weights, block, block_rows = rooms.scores[w, 0], rooms.weights[w, 0], rooms.block[w, 0], rooms.block[w, 1]
-        highest, share, shapes = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(LINE, np.uint8)
+        highest, share, shapes = aligned(BLOCK), aligned(BLOCK), np.empty(LINE, np.uint8)
         open_tiles(keys, shapes)
         for head in range(w, B * NH, workers):
             first, column = head // NH * T, head % NH * HS
@@ -148,12 +150,13 @@ def _forward(out, qkvr, rooms, B, T, NH, HS, workers):
                 _transpose(block_rows, block, Hb)
                 for row in range(rows):
                     for i in range(HS):
-                        store(out, out_at + (at + row) * C + i, load(block_rows, row * Hb + i) * load(share, row))
+                        store(block_rows, row * Hb + i, load(block_rows, row * Hb + i) * load(share, row))
+                    write_row(out, out_at + (at + row) * C, block_rows, row * Hb, HS, streams)
         close_tiles(keys, shapes)
 
 
 @jit
-def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
+def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers, streams):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
     keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
     depth, keys_row, columns_row, queries_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n, BLOCK // n
@@ -164,8 +167,8 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
         powers, dp, dk, dv = rooms.scores[w, 0], rooms.scores[w, 1], rooms.sums[w, 0], rooms.sums[w, 1]
         p, ds, p_values, ds_values = rooms.weights[w, 0], rooms.weights[w, 1], rooms.weight_values[w, 0], rooms.weight_values[w, 1]
         ds_right, block, block_rows = ds if n == 1 else rooms.weights[w, 2], rooms.block[w, 0], rooms.block[w, 1]
-        highest, share, delta = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-        tile_sum, shapes = np.empty(HS, np.float32), np.empty(LINE, np.uint8)
+        highest, share, delta = aligned(BLOCK), aligned(BLOCK), aligned(BLOCK)
+        tile_sum, shapes = aligned(HS), np.empty(LINE, np.uint8)
         open_tiles(p, shapes)
         for head in range(w, B * NH, workers):
             first, column = head // NH * T, head % NH * HS
@@ -192,25 +195,26 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers):
                 multiply(dk, Hb, ds, queries_row, q_rows, Hb, end, Hb, queries_row, adds)
                 multiply(block, BLOCK, k_columns, columns_row, ds_right, BLOCK, Hb, BLOCK, end // n, 0)
                 _transpose(block_rows, block, Hb)
-                _write_gradient(dqkvr, q, 3 * C, bias_sums, sums_at, block_rows, Hb, tile_sum, rows, scale)
+                _write_gradient(dqkvr, q, 3 * C, bias_sums, sums_at, block_rows, Hb, tile_sum, rows, scale, streams)
                 adds = 1
-            _write_gradient(dqkvr, q_at + C, 3 * C, bias_sums, sums_at + C, dk, Hb, tile_sum, T, scale)
-            _write_gradient(dqkvr, q_at + 2 * C, 3 * C, bias_sums, sums_at + 2 * C, dv, Hb, tile_sum, T, F1)
+            _write_gradient(dqkvr, q_at + C, 3 * C, bias_sums, sums_at + C, dk, Hb, tile_sum, T, scale, streams)
+            _write_gradient(dqkvr, q_at + 2 * C, 3 * C, bias_sums, sums_at + 2 * C, dv, Hb, tile_sum, T, F1, streams)
         close_tiles(p, shapes)
 
 
 def attention_cpu_forward(atty, qkvr, NH, scratch):
     """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; of _sums only that it is there."""
     B, T, C = atty.shape
-    door.launch(_forward, array(atty), array(qkvr), _rooms(scratch), B, T, NH, C // NH, _workers(scratch, B * NH))
+    rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), _streams(atty, C // NH, scratch)
+    door.launch(_forward, array(atty), array(qkvr), rooms, B, T, NH, C // NH, workers, streams)
 
 
 def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, *, accumulate):
     """Scratch: as forward's, and attention_sums and attention_bias."""
     B, T, C = datty.shape
     bias = scratch["attention_bias"]
-    arrays = (array(t) for t in (dqkvr, bias, datty, qkvr))
-    door.launch(_backward, *arrays, _rooms(scratch), B, T, NH, C // NH, _workers(scratch, B * NH))
+    rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), _streams(dqkvr, C // NH, scratch)
+    door.launch(_backward, *(array(t) for t in (dqkvr, bias, datty, qkvr)), rooms, B, T, NH, C // NH, workers, streams)
     finish_columns([dbias], bias, B, accumulate)
 
 
@@ -226,6 +230,10 @@ def _rooms(scratch):
     )
     rooms = [(scratch[f"attention_{name}"], view) for name, view in views]
     return Rooms(*(view(room).reshape(*room.shape[:2], -1) for room, view in rooms))
+
+
+def _streams(out, HS, scratch):
+    return int(streams_lines(out, HS, scratch["attention_packed"]))
 
 
 def _workers(scratch, heads):

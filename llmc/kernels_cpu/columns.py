@@ -1,7 +1,7 @@
 """Sums over rows, as a fixed number of partial sums that are added in order: the same bits on any number of threads."""
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import array, cdiv, helper, jit, load, prange, store
+from llmc.kernels_cpu.door import F0, array, cdiv, helper, jit, load, prange, store
 
 BLOCK = 256  # columns
 TILE_ROWS = 16  # that are summed by themselves, before they are added to a part's sum: a rounding error grows with the terms of a sum
@@ -16,7 +16,7 @@ def range_of_part(part, rows_each, n_rows):
 @helper
 def zero(x, first, n):
     for i in range(first, first + n):
-        x[i] = 0
+        store(x, i, F0)
 
 
 @helper

@@ -349,6 +349,14 @@ def store_rounded(typing, array, index, x, noise):
     return types.void(array, types.intp, types.float32, types.uint32), emit
 
 
+@helper
+def aligned(n):
+    """(n,) fp32 of a thread's own, from the start of a line of cache on: else every vector that fills a line would lie in two."""
+    room = np.empty(n + LINE // 4, np.float32)
+    first = -room.ctypes.data % LINE // 4
+    return room[first : first + n]
+
+
 @intrinsic
 def load_bits(typing, array, index):
     """array[index], 16 bits, as uint32."""

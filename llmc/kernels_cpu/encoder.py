@@ -7,7 +7,7 @@ import numpy as np
 
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import add_row, zero
-from llmc.kernels_cpu.door import array, helper, jit, load, noise_of_row, prange, rounding_noise, store, store_rounded
+from llmc.kernels_cpu.door import aligned, array, helper, jit, load, noise_of_row, prange, rounding_noise, store, store_rounded
 
 PARTS = 64  # each takes every 64th token: neighbours are about equally frequent
 
@@ -43,7 +43,7 @@ def _encoder_backward(dwte, dwpe, dout, positions, tokens, starts, B, T, C, firs
             add_row(total, 0, dout, (b * T + np.int64(t)) * C, C)
         _write_row(dwpe, np.int64(t) * C, total, first_noise_row + np.int64(t), seed, accumulate)
     for part in prange(PARTS):
-        total = np.empty(C, np.float32)
+        total = aligned(C)
         for group in range(np.int64(part), len(tokens), PARTS):
             token = np.int64(tokens[group])
             zero(total, 0, C)

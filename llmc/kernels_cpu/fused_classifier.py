@@ -6,7 +6,7 @@ A thread takes a row at a time: its maximum; its exponentials, which stay in the
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, array, exp_below_zero, helper, jit, largest_of, load, plus, prange, store
+from llmc.kernels_cpu.door import F0, aligned, array, exp_below_zero, helper, jit, largest_of, load, plus, prange, store
 
 BLOCK = 1024  # exponentials that are summed in fp32; the sums of blocks in fp64
 
@@ -36,7 +36,7 @@ def _gradient(logits, powers, first, V, Vp, scale):
 @jit
 def _classify(logits, losses, targets, dloss, n, rows_each, parts, V, Vp):
     for part in prange(parts):
-        powers = np.empty(V, np.float32)
+        powers = aligned(V)
         for row in range(np.int64(part) * rows_each, min((np.int64(part) + 1) * rows_each, n)):
             first, target = row * Vp, targets[row]
             target_logit = load(logits, first + target)

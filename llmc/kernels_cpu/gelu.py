@@ -5,7 +5,8 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
 from llmc.kernels_cpu.door import (
-    F0, F1, array, bits_of, cdiv, exp, fetch, fetch_to_write, float_of, helper, iand, ior, jit, load, prange, select, store,
+    F0, F1, aligned, array, bits_of, cdiv, exp, fetch, fetch_to_write, float_of, helper, iand, ior, jit, load, prange, select,
+    store,
 )  # fmt: skip
 from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
@@ -74,7 +75,7 @@ def _gelu_forward(out, inp, n, chunks):
 def _gelu_backward(d_in_out, partials, inp, out_again, n_rows, rows_each, parts, C, stride):
     for part in prange(parts):
         first, end = range_of_part(np.int64(part), rows_each, n_rows)
-        partial, total = np.int64(part) * stride, np.empty(C, np.float32)
+        partial, total = np.int64(part) * stride, aligned(C)
         zero(partials, partial, C)
         for tile in range(first, end, TILE_ROWS):
             zero(total, 0, C)

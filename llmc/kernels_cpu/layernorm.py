@@ -8,7 +8,7 @@ import numpy as np
 
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
-from llmc.kernels_cpu.door import F0, F1, array, cdiv, fetch, fetch_to_write, helper, jit, load, plus, prange, sqrt, store
+from llmc.kernels_cpu.door import F0, F1, aligned, array, cdiv, fetch, fetch_to_write, helper, jit, load, plus, prange, sqrt, store
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
 
@@ -50,7 +50,7 @@ def _normalize(out, first, inp, inp_first, C, mean, rstd, weight, bias):
 def _layernorm_forward(out, mean, rstd, inp, residual, weight, bias, n, parts):
     C = len(weight)
     for part in prange(parts):
-        x = np.empty(C, np.float32)
+        x = aligned(C)
         for row in range(np.int64(part) * ROWS, min(np.int64(part) * ROWS + ROWS, n)):
             if residual is not None:
                 fetch(residual, row * C + C, C)
@@ -113,7 +113,7 @@ def _layernorm_backward(dresidual, partials, projection, dout, inp, weight, mean
         first, end = range_of_part(np.int64(part), rows_each, n)
         partial = np.int64(part) * stride
         zero(partials, partial, 3 * C)
-        x_hat, g, total = np.empty(C, np.float32), np.empty(C, np.float32), np.empty(3 * C, np.float32)
+        x_hat, g, total = aligned(C), aligned(C), aligned(3 * C)
         for tile in range(first, end, TILE_ROWS):
             zero(total, 0, 3 * C)
             for row in range(tile, min(tile + TILE_ROWS, end)):

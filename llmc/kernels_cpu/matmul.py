@@ -16,8 +16,8 @@ import torch
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import LINE, array, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
-    AMX, LANES, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, stream, tile_columns, tile_of, tile_rows,
-    values_of,
+    AMX, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
+    values_of, write_row,
 )  # fmt: skip
 from llmc.layers.rows import rows_of
 from llmc.memory.plan import MATMUL_BLOCK as BLOCK
@@ -48,21 +48,14 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
     """out[at + i * out_row + j] = (adds: itself +) (biased: bias[first + j] +) a sum; if it streams, rows are whole lines of cache."""
     for i in range(rows):
         o, s = at + i * out_row, sums_at + i * sums_row
+        if biased:
+            for j in range(columns):
+                store(sums, s + j, load(bias, first + j) + load(sums, s + j))
         if adds:
             for j in range(columns):
                 store(out, o + j, load(out, o + j) + load(sums, s + j))
-        elif streams:
-            if biased:
-                for j in range(columns):
-                    store(sums, s + j, load(bias, first + j) + load(sums, s + j))
-            for j in range(0, columns, LANES):
-                stream(out, o + j, sums, s + j)
-        elif biased:
-            for j in range(columns):
-                store(out, o + j, load(bias, first + j) + load(sums, s + j))
         else:
-            for j in range(columns):
-                store(out, o + j, load(sums, s + j))
+            write_row(out, o, sums, s, columns, streams)
 
 
 @jit
@@ -160,7 +153,7 @@ def _launch(out, bias, adds, a, b, room):
     where = BY_TILES if a.is_contiguous() else BY_PARTS
     if where == BY_TILES and a.dtype == packed.dtype and K * a.element_size() % (4 * tile.depth) == 0:
         where = IN_PLACE
-    streams = tile is AMX and (out.data_ptr() | N * out.element_size()) % LINE == 0
+    streams = streams_lines(out, N, packed)
     packed, panels, sums = factors(packed), factors(panels), array(sums)
     all_k = whole(door.cdiv(K, 2 if packed.dtype == np.uint32 else 1), tile.depth)
     sums_room = len(sums) // workers // BLOCK * BLOCK

@@ -13,7 +13,7 @@ from collections import namedtuple
 
 from llmc.kernels_cpu.door import (
     AMX_FEATURES, F0, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, for_range, get_or_insert_function, global_constant, intrinsic, ir, load,
-    nearest, place_of, processor_features, shared, types,
+    nearest, place_of, processor_features, shared, store, types,
 )  # fmt: skip
 from llmc.memory.plan import TILE_ROWS as ROWS
 
@@ -232,6 +232,23 @@ def stream(typing, out, at, x, x_at):
 
     at = types.intp
     return types.void(out, at, x, at), emit
+
+
+@shared
+def write_row(out, at, x, x_at, n, streams):
+    """out[at + i] = x[x_at + i], i < n, fp32 rounded to what out is; if it streams, as streams_lines says that it may."""
+    if streams:
+        for i in range(0, n, LANES):
+            stream(out, at + i, x, x_at + i)
+    else:
+        for i in range(n):
+            store(out, at + i, load(x, x_at + i))
+
+
+def streams_lines(out, width, packed) -> bool:
+    """Whether pieces of a contiguous tensor, each of so many neighbours, are to be streamed: they are whole lines, and what multiplies
+    such factors fences."""
+    return tile_of(packed.element_size() == 2) is AMX and (out.data_ptr() | width * out.element_size()) % LINE == 0
 
 
 def _transposer(neighbours):
