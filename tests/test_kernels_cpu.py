@@ -1,5 +1,6 @@
 """numba's kernels against the torch functions of the same names: the tests of Triton's kernels, run once more, and what only these have."""
 
+import copy
 import ctypes
 import errno
 import inspect
@@ -130,6 +131,19 @@ def test_exp_is_off_by_an_ulp_at_most_and_nothing_where_it_would_be_subnormal():
     beyond, out = np.array([-87.1, -104, -1e4, -3e38, -inf, nan], np.float32), np.full(6, nan, np.float32)
     powers(out, beyond)
     assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
+
+
+@pytest.mark.parametrize("view", [door.array, door.factors])
+@dtypes
+def test_what_a_kernel_sees_of_a_tensor_is_made_once_and_is_its_memory(view, dtype):
+    """Also of a deep copy, which has the attributes of the original, and where a tensor is given other memory."""
+    x = torch.zeros(4, 6, dtype=dtype)
+    assert view(x) is view(x) and view(x).ctypes.data == x.data_ptr() and view(x).nbytes == x.nbytes
+    assert view(x.view(-1)) is not view(x)
+    other = copy.deepcopy(x)
+    assert view(other).ctypes.data == other.data_ptr() != x.data_ptr()
+    x.set_(torch.ones(9, 2, dtype=dtype))
+    assert view(x).ctypes.data == x.data_ptr() and view(x).nbytes == x.nbytes
 
 
 def test_a_thread_s_own_numbers_begin_at_a_line_of_cache():

@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import os
 import time
-from functools import cache
+from functools import cache, wraps
 from itertools import count
 from pathlib import Path
 
@@ -154,6 +154,22 @@ def cdiv(a, b):
     return -(-a // b)
 
 
+def _made_once(view):
+    """view(tensor), a numpy array of its memory, kept with the tensor: to make one takes longer than many a kernel."""
+    name = f"numpy_{view.__name__}"
+
+    @wraps(view)
+    def look_up(tensor):
+        place, kept = getattr(tensor, name, (None, None))
+        if place != tensor.data_ptr():  # a deep copy has what was kept with the original, and memory of its own
+            place, kept = tensor.data_ptr(), view(tensor)
+            setattr(tensor, name, (place, kept))
+        return kept
+
+    return look_up
+
+
+@_made_once
 def array(tensor):
     """The memory of a contiguous tensor as a flat numpy array; bf16, and int16, as uint16."""
     flat = tensor.view(-1)
@@ -162,6 +178,7 @@ def array(tensor):
     return flat.numpy()
 
 
+@_made_once
 def factors(tensor):
     """The same as the factors of products: see tiles.py."""
     return tensor.view(-1).view(torch.int32).numpy().view(np.uint32) if tensor.element_size() == 2 else array(tensor)

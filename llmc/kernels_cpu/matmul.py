@@ -9,6 +9,7 @@ panels or pieces.
 """
 
 from collections import namedtuple
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from llmc.kernels_cpu.tiles import (
     AMX, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
     values_of, write_row,
 )  # fmt: skip
-from llmc.layers.rows import rows_of
 from llmc.memory.plan import MATMUL_BLOCK as BLOCK
 from llmc.memory.plan import MATMUL_DEPTH as DEPTH
 from llmc.memory.plan import MATMUL_PANEL as PANEL
@@ -120,17 +120,20 @@ def _multiply(
 
 def matmul_forward(out, inp, weight, bias=None, *, room):
     """room: the plan's matmul_panels, matmul_sums and matmul_packed."""
-    _launch(rows_of(out), bias, False, rows_of(inp), weight.t(), room)
+    N, K = weight.shape
+    _launch(out, bias, False, (out.numel() // N, N, K), (inp, K, 1), (weight, K, 1), room)
 
 
 def matmul_dinput(dinp, dout, weight, *, room):
     """room: as forward's."""
-    _launch(rows_of(dinp), None, False, rows_of(dout), weight, room)
+    K, N = weight.shape
+    _launch(dinp, None, False, (dinp.numel() // N, N, K), (dout, K, 1), (weight, 1, N), room)
 
 
 def matmul_dweight(dweight, dout, inp, *, accumulate, room):
     """room: as forward's. The gradient may be fp32 of bf16 factors."""
-    _launch(dweight, None, accumulate, rows_of(dout).t(), rows_of(inp), room)
+    M, N = dweight.shape
+    _launch(dweight, None, accumulate, (M, N, inp.numel() // N), (dout, 1, M), (inp, 1, N), room)
 
 
 def square_multiplier():
@@ -145,12 +148,13 @@ def square_multiplier():
     return multiply
 
 
-def _launch(out, bias, adds, a, b, room):
-    """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias); of each of a and b either it or its transpose is contiguous."""
-    (M, K), N = a.shape, b.shape[1]
+def _launch(out, bias, adds, shape, left, right, room):
+    """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias), shape = (M, N, K). Of each factor its contiguous tensor, and what in it is
+    from one row of a, or column of b, to the next, and from one k."""
+    (M, N, K), (a, a_row, a_step), (b, b_row, b_step) = shape, left, right
     packed, panels, sums = (room[f"matmul_{name}"] for name in ("packed", "panels", "sums"))
     workers, tile = min(len(panels), door.threads()), tile_of(packed.element_size() == 2)
-    where = BY_TILES if a.is_contiguous() else BY_PARTS
+    where = BY_TILES if a_step == 1 else BY_PARTS
     if where == BY_TILES and a.dtype == packed.dtype and K * a.element_size() % (4 * tile.depth) == 0:
         where = IN_PLACE
     streams = streams_lines(out, N, packed)
@@ -160,14 +164,14 @@ def _launch(out, bias, adds, a, b, room):
     sizes = _sizes(M, N, all_k, where, tile, workers, len(packed), len(panels) // workers, sums_room)
     panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)
     sums = sums[: workers * sums_room].reshape(workers, -1)
-    numbers_a, numbers_b = (array(x if x.is_contiguous() else x.t()) for x in (a, b))
     door.launch(
         _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), int(streams),
-        numbers_a, factors(a) if where == IN_PLACE else packed, *a.stride(), where, numbers_b, *reversed(b.stride()), M, N, K, all_k,
+        array(a), factors(a) if where == IN_PLACE else packed, a_row, a_step, where, array(b), b_row, b_step, M, N, K, all_k,
         packed, panels, sums, sizes,
     )  # fmt: skip
 
 
+@cache
 def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
     """Of a product (M, N), each element's of so many factors. Room: `packed` for factors of the left matrix that all threads pack, `panel`
     for those of a worker's panel, and `sums` for a worker's."""
