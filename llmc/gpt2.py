@@ -77,8 +77,9 @@ class GPT2:
         # each block's last stage takes the first layernorm of what follows into its own pass: of the next block, or the last one
         first_pass, *forward_passes, last_pass = passes(FORWARD_STAGES, o.gelu_fusion)
         assert (first_pass, last_pass) == ("ln1_forward", "fcproj")
-        self.forward_passes = [getattr(self, f"_{name}") for name in forward_passes]
-        self.backward_passes = [getattr(self, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
+        # functions, and no methods, which would hold the model, and all of its memory until a cycle is looked for
+        self.forward_passes = [getattr(GPT2, f"_{name}") for name in forward_passes]
+        self.backward_passes = [getattr(GPT2, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
         self.final = self._final_norm()
         if o.gelu_fusion:
             from llmc.kernels.cublaslt import MatmulGelu
@@ -211,7 +212,7 @@ class GPT2:
         """Block l, from its ln1 on, and the ln1 of the block above; None for no more than the output of this one."""
         self.sharing.need(l.number, then=above and above.number)
         for forward in self.forward_passes:
-            forward(l)
+            forward(self, l)
         if above and above.number is not None:
             self.sharing.need(above.number)  # its layernorm joins in
         self._fcproj(l, above)
@@ -370,7 +371,7 @@ class GPT2:
                 sharing.need(l, then=l - 1 if l > span.start else below if segments else None)
                 sharing.clear(l)
                 for backward in self.backward_passes:
-                    backward(self.layers[l])
+                    backward(self, self.layers[l])
                 complete(l)
         self.ops.launch_encoder_backward(
             self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, a, accumulate=self.accumulate

@@ -1,8 +1,10 @@
 """The whole model: gradients and losses against autograd, the same bits at every recompute level and after every detour, flat memory."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,6 +320,22 @@ def test_two_runs_give_the_same_bits(threads, precision):
         model = build(SMALL, precision)
         results.append(([train_step(model, step, 2) for step in range(4)], state(model)))
     assert results[0] == results[1]
+
+
+@ways
+def test_the_memory_of_a_model_goes_with_it(precision, more):
+    """At once, whatever it has run: a program that holds one at a time never has the arenas of two."""
+    gc.disable()
+    try:
+        model = build(SMALL, precision, **more)
+        train_step(model, 0, 2)
+        model.validate(*batch(100, SMALL))
+        model.next_logits(5, 0)
+        arenas = [weakref.ref(arena) for arena in (*model.flat.values(), *model.acts.values())]
+        del model
+        assert all(arena() is None for arena in arenas)
+    finally:
+        gc.enable()
 
 
 @precisions

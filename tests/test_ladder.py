@@ -157,7 +157,7 @@ def test_the_model_runs_blocks_in_the_order_of_the_walk(level, L):
 
     model._ln1_forward = lambda layer: ready.append(layer.number)
     model._block_forward = run_block
-    model.backward_passes = [lambda layer: order.append((False, layer.number))]
+    model.backward_passes = [lambda _, layer: order.append((False, layer.number))]
     tokens = np.zeros((1, 4), dtype=np.int64)
     model.forward(tokens)
     assert len(order) == L  # so that what runs forward after these, runs again
@@ -176,7 +176,7 @@ def test_the_model_runs_the_passes_of_the_ladder(level):
     config = ModelConfig(max_seq_len=4, vocab_size=10, num_layers=2, num_heads=1, channels=8, padded_vocab_size=16)
     model, order = GPT2(Plan(PlanOptions(config, 1, 4, precision="fp32", recompute=level, device="cpu"))), []
     assert [f"_{name}" for name in passes(backward_schedule(level))] == [run.__name__ for run in model.backward_passes]
-    model.forward_passes = [lambda _, run=run: order.append(run.__name__) for run in model.forward_passes]
+    model.forward_passes = [lambda *_, run=run: order.append(run.__name__) for run in model.forward_passes]
     model._ln1_forward = lambda _: order.append("_ln1_forward")
     model._fcproj = lambda *_: order.append("_fcproj")
     model._block_forward(model.layers[1], None)
