@@ -6,11 +6,13 @@ import errno
 import inspect
 import itertools
 import os
+import pickle
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,12 +138,16 @@ def test_exp_is_off_by_an_ulp_at_most_and_nothing_where_it_would_be_subnormal():
 @pytest.mark.parametrize("view", [door.array, door.factors])
 @dtypes
 def test_what_a_kernel_sees_of_a_tensor_is_made_once_and_is_its_memory(view, dtype):
-    """Also of a deep copy, which has the attributes of the original, and where a tensor is given other memory."""
+    """Also of copies, which have the attributes of the original, and where a tensor is given other memory. It dies with the tensor."""
     x = torch.zeros(4, 6, dtype=dtype)
     assert view(x) is view(x) and view(x).ctypes.data == x.data_ptr() and view(x).nbytes == x.nbytes
     assert view(x.view(-1)) is not view(x)
-    other = copy.deepcopy(x)
-    assert view(other).ctypes.data == other.data_ptr() != x.data_ptr()
+    for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert len(pickle.dumps(other)) < 2000 and all(kept.array is None for kept in vars(other).values())
+        assert view(other).ctypes.data == other.data_ptr() != x.data_ptr()
+    seen, memory = weakref.ref(other), weakref.ref(view(other))
+    del other
+    assert seen() is None and memory() is None
     x.set_(torch.ones(9, 2, dtype=dtype))
     assert view(x).ctypes.data == x.data_ptr() and view(x).nbytes == x.nbytes
 
@@ -149,10 +155,21 @@ def test_what_a_kernel_sees_of_a_tensor_is_made_once_and_is_its_memory(view, dty
 def test_a_thread_s_own_numbers_begin_at_a_line_of_cache():
     @door.njit
     def places(n):
-        return [door.aligned(n).ctypes.data % door.LINE for _ in range(9)], len(door.aligned(n))
+        arrays = [door.aligned(n + i) for i in range(40)]  # all at once, or each would lie where the one before did
+        return [x.ctypes.data % door.LINE for x in arrays], [len(x) - n for x in arrays]
 
     for n in (1, 16, 770):
-        assert places(n) == ([0] * 9, n)
+        assert places(n) == ([0] * 40, list(range(40)))
+
+
+def test_only_whole_lines_are_streamed_and_only_what_amx_multiplied(monkeypatch):
+    out, pairs, numbers = torch.zeros(4, 192, dtype=BF16), torch.zeros(2, dtype=BF16), torch.zeros(2)
+    assert out.data_ptr() % door.LINE == 0
+    for there in (False, True):
+        monkeypatch.setattr(tiles, "MULTIPLIES_TILES", there)
+        assert tiles.streams_lines(out, 64, pairs) == tiles.streams_lines(out.view(-1)[32:], 192, pairs) == int(there)
+        assert not tiles.streams_lines(out, 80, pairs) and not tiles.streams_lines(out.view(-1)[2:], 64, pairs)
+        assert not tiles.streams_lines(out, 64, numbers)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.uint16])

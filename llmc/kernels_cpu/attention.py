@@ -205,7 +205,7 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers, strea
 def attention_cpu_forward(atty, qkvr, NH, scratch):
     """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; of _sums only that it is there."""
     B, T, C = atty.shape
-    rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), _streams(atty, C // NH, scratch)
+    rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(atty, C // NH, scratch["attention_packed"])
     door.launch(_forward, array(atty), array(qkvr), rooms, B, T, NH, C // NH, workers, streams)
 
 
@@ -213,7 +213,7 @@ def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, *, accumulate
     """Scratch: as forward's, and attention_sums and attention_bias."""
     B, T, C = datty.shape
     bias = scratch["attention_bias"]
-    rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), _streams(dqkvr, C // NH, scratch)
+    rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(dqkvr, C // NH, scratch["attention_packed"])
     door.launch(_backward, *(array(t) for t in (dqkvr, bias, datty, qkvr)), rooms, B, T, NH, C // NH, workers, streams)
     finish_columns([dbias], bias, B, accumulate)
 
@@ -230,10 +230,6 @@ def _rooms(scratch):
     )
     rooms = [(scratch[f"attention_{name}"], view) for name, view in views]
     return Rooms(*(view(room).reshape(*room.shape[:2], -1) for room, view in rooms))
-
-
-def _streams(out, HS, scratch):
-    return int(streams_lines(out, HS, scratch["attention_packed"]))
 
 
 def _workers(scratch, heads):

@@ -154,17 +154,34 @@ def cdiv(a, b):
     return -(-a // b)
 
 
+class _Kept:
+    """With a tensor: a numpy array of its memory, which starts at that place. A copy of the tensor, or a pickled one, has it not."""
+
+    def __init__(self, place=None, array=None):
+        self.place, self.array = place, array
+
+    def __deepcopy__(self, memo):
+        return _Kept()
+
+    def __reduce__(self):
+        return _Kept, ()
+
+
+NOT_KEPT = _Kept()
+
+
 def _made_once(view):
-    """view(tensor), a numpy array of its memory, kept with the tensor: to make one takes longer than many a kernel."""
+    """view(tensor), a numpy array of its memory, kept with the tensor, which is not to change its shape in place: to make one takes longer
+    than many a kernel."""
     name = f"numpy_{view.__name__}"
 
     @wraps(view)
     def look_up(tensor):
-        place, kept = getattr(tensor, name, (None, None))
-        if place != tensor.data_ptr():  # a deep copy has what was kept with the original, and memory of its own
-            place, kept = tensor.data_ptr(), view(tensor)
-            setattr(tensor, name, (place, kept))
-        return kept
+        kept = getattr(tensor, name, NOT_KEPT)
+        if kept.place != tensor.data_ptr():
+            kept = _Kept(tensor.data_ptr(), view(tensor))
+            setattr(tensor, name, kept)
+        return kept.array
 
     return look_up
 

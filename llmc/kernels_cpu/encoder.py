@@ -38,7 +38,8 @@ def _encoder_forward(out, inputs, wte, wpe, T, C):
 @jit
 def _encoder_backward(dwte, dwpe, dout, positions, tokens, starts, B, T, C, first_noise_row, seed, in_fp32, accumulate):
     for t in prange(T):
-        total = np.zeros(C, np.float32)
+        total = aligned(C)
+        zero(total, 0, C)
         for b in range(B):
             add_row(total, 0, dout, (b * T + np.int64(t)) * C, C)
         _write_row(dwpe, np.int64(t) * C, total, first_noise_row + np.int64(t), seed, accumulate)

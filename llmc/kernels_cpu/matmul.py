@@ -29,12 +29,13 @@ IN_PLACE, BY_TILES, BY_PARTS = range(3)
 # rows and depth of the left factor that are packed at once, if by parts; rows and columns of the product that a task is; how deep panels
 # are, and of that how much is multiplied at once
 Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "depth", "near"))
-# of a panel of the product in fp32: as they are read and written once for each depth, they too should stay in that cache. Unless with parts
-# of the depth there may be more
+# of a panel of the product in fp32: as they are read and written once for each depth, they too should stay near. Unless with parts of the
+# depth there may be more
 MOST_ROWS = 1024
 # AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
 # room for leave each as much. Matmuls of d12, in ms of a step of 1024 rows: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471; and
-# with AMX_NEAR, of 1024 and of 4096 rows: 384 x 512 279 and 1214, 384 x 704 276 and 1178
+# with both AMX_NEARs, but for the head, of 1024 and of 4096 rows: 384 x 512 275 and 1203, 384 x 704, by which weight gradients of 4096 rows
+# are three depths instead of four, 276 and 1169
 AMX_PANEL, AMX_DEPTH = 384, 704
 # and of that depth so much at a time that a tile's rows of the left factor stay in the core's first cache: 4.7 TFLOP/s, beyond it 3.3. Less
 # where sums are read again at the next depth, and the left factor's rows lie farther apart
@@ -149,8 +150,11 @@ def square_multiplier():
 
 
 def _launch(out, bias, adds, shape, left, right, room):
-    """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias), shape = (M, N, K). Of each factor its contiguous tensor, and what in it is
-    from one row of a, or column of b, to the next, and from one k."""
+    """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias).
+
+    shape        (M, N, K)
+    left, right  of a and b: the contiguous tensor, the step in it to a's next row or b's next column, and that to the next k
+    """
     (M, N, K), (a, a_row, a_step), (b, b_row, b_step) = shape, left, right
     packed, panels, sums = (room[f"matmul_{name}"] for name in ("packed", "panels", "sums"))
     workers, tile = min(len(panels), door.threads()), tile_of(packed.element_size() == 2)
@@ -165,7 +169,7 @@ def _launch(out, bias, adds, shape, left, right, room):
     panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)
     sums = sums[: workers * sums_room].reshape(workers, -1)
     door.launch(
-        _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), int(streams),
+        _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), streams,
         array(a), factors(a) if where == IN_PLACE else packed, a_row, a_step, where, array(b), b_row, b_step, M, N, K, all_k,
         packed, panels, sums, sizes,
     )  # fmt: skip

@@ -245,10 +245,10 @@ def write_row(out, at, x, x_at, n, streams):
             store(out, at + i, load(x, x_at + i))
 
 
-def streams_lines(out, width, packed) -> bool:
+def streams_lines(out, width, packed) -> int:
     """Whether pieces of a contiguous tensor, each of so many neighbours, are to be streamed: they are whole lines, and what multiplies
     such factors fences."""
-    return tile_of(packed.element_size() == 2) is AMX and (out.data_ptr() | width * out.element_size()) % LINE == 0
+    return int(tile_of(packed.element_size() == 2) is AMX and (out.data_ptr() | width * out.element_size()) % LINE == 0)
 
 
 def _transposer(neighbours):
