@@ -160,10 +160,7 @@ class _Kept:
     def __init__(self, place=None, array=None):
         self.place, self.array = place, array
 
-    def __deepcopy__(self, memo):
-        return _Kept()
-
-    def __reduce__(self):
+    def __reduce__(self):  # for both
         return _Kept, ()
 
 
