@@ -247,7 +247,7 @@ class GPT2:
 
     def _attention(self, l):
         if self.attention == "cpu":
-            self.ops.attention_cpu_forward(l.atty, l.qkvr, self.NH, self.acts)
+            self.ops.attention_cpu_forward(l.atty, l.lse, l.qkvr, self.NH, self.acts)
         else:
             attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
 
@@ -468,7 +468,7 @@ class GPT2:
     def _attention_backward(self, l):
         a = self.acts
         if self.attention == "cpu":
-            self.ops.attention_cpu_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, self.NH, a, accumulate=self.accumulate)
+            self.ops.attention_cpu_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, l.atty, l.lse, self.NH, a, accumulate=self.accumulate)
             return
         gradients = attention_gradients(a["datty"], l.qkvr, l.atty, l.lse, self.NH, self.attention)
         self.ops.pack_gradients(a["dqkvr"], l.dqkvb, gradients, self.NH, a, accumulate=self.accumulate)

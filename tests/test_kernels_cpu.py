@@ -135,6 +135,21 @@ def test_exp_is_off_by_an_ulp_at_most_and_nothing_where_it_would_be_subnormal():
     assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
 
 
+def test_powers_of_two_are_off_by_two_ulps_at_most_and_nothing_where_they_would_soon_be_subnormal():
+    @door.njit
+    def powers(out, x):
+        for i in range(len(x)):
+            door.store(out, i, door.exp2_below_zero(door.load(x, i)))
+
+    x = np.concatenate([-np.geomspace(1e-30, 125, 200_000), -np.linspace(0, 125, 200_000)]).astype(np.float32)
+    out, exact = np.full_like(x, nan), np.exp2(x.astype(np.float64))
+    powers(out, x)
+    assert (abs(out - exact) <= 2 * np.spacing(exact.astype(np.float32))).all() and (out[x == np.round(x)] == exact[x == np.round(x)]).all()
+    beyond, out = np.array([-125.1, -150, -1e4, -3e38, -inf, nan], np.float32), np.full(6, nan, np.float32)
+    powers(out, beyond)
+    assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
+
+
 @pytest.mark.parametrize("view", [door.array, door.factors])
 @dtypes
 def test_what_a_kernel_sees_of_a_tensor_is_made_once_and_is_its_memory(view, dtype):
@@ -176,16 +191,18 @@ def test_only_whole_lines_are_streamed_and_only_what_amx_multiplied(monkeypatch)
 def test_a_row_that_is_streamed_past_the_caches_has_the_bits_of_one_that_is_not(kind):
     @door.njit
     def write(out, x, streams):
-        tiles.write_row(out, 32, x, 5, 64, streams)
+        tiles.write_row(out, 32, x, 5, 64, np.float32(0.3), streams)
 
     x = np.random.default_rng(0).standard_normal(80).astype(np.float32)
     x[7], x[9], x[11] = nan, -inf, 1e-40
+    want = torch.from_numpy(x[5:69] * np.float32(0.3)).to(torch.float32 if kind is np.float32 else BF16)
     memory = [np.full(128 + door.LINE, 7, kind) for _ in range(2)]
     for streams, room in enumerate(memory):
         out = room[-room.ctypes.data % door.LINE // room.itemsize :][:128]
         write(out, x, streams)
         memory[streams] = out.copy()
     assert memory[0].tobytes() == memory[1].tobytes() and (memory[0][:32] == 7).all() and (memory[0][96:] == 7).all()
+    assert memory[0][32:96].tobytes() == door.array(want).tobytes()
 
 
 RUN = """

@@ -724,7 +724,7 @@ def cpu(request):
 def torch_attention_room(B, T, C, NH, dtype, heads=2, queries=32):
     return {
         "attention_rows": unwritten(7, heads, T, C // NH), "attention_scores": unwritten(2, heads, queries, T),
-        "attention_mask": unwritten(queries, queries), "attention_sums": unwritten(2, 3 * C),
+        "attention_stats": unwritten(2, heads, T), "attention_mask": unwritten(queries, queries), "attention_sums": unwritten(2, 3 * C),
     }  # fmt: skip
 
 
@@ -753,14 +753,22 @@ def test_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_gradient(
     before = {"dbias": noise(3 * C, dtype=dtype, seed=3)} if accumulate else {}
     atty, dqkvr = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype)
     dbias = before["dbias"].clone() if accumulate else unwritten(3 * C, dtype=dtype)
-    kept, scratch = qkvr.clone(), cpu.room(B, T, C, NH, dtype, heads, queries)
-    cpu.forward(atty, qkvr, NH, scratch)
-    cpu.backward(dqkvr, dbias, datty, qkvr, NH, scratch, accumulate=accumulate)
+    kept, scratch, lse = qkvr.clone(), cpu.room(B, T, C, NH, dtype, heads, queries), unwritten(B, NH, T)
+    cpu.forward(atty, lse, qkvr, NH, scratch)
+    cpu.backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, accumulate=accumulate)
     exact, eager = attention(qkvr.double(), NH), attention(qkvr, NH)
     assert_as_good_as_eager(atty, eager, exact, what="atty")
+    torch.testing.assert_close(lse.double(), log_sum_exp(qkvr.double(), NH), rtol=4e-6, atol=4e-6)
     leaves = [qkvr, torch.zeros(3 * C, dtype=dtype)]
     judge(["dqkvr", "dbias"], [dqkvr, dbias], lambda x, bias: attention(x + bias, NH), leaves, datty, dtype, before)
     assert same_bits(qkvr, kept)
+
+
+def log_sum_exp(qkvr, NH):
+    """(B, NH, T), of the scores of the keys that each query sees."""
+    q, k, _ = (x.unflatten(2, (NH, -1)).transpose(1, 2) for x in qkvr.chunk(3, 2))
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -inf).logsumexp(3)
 
 
 @dtypes
@@ -771,9 +779,10 @@ def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul
     for garbage in (nan, 0.0, 1e30):
         scratch = {name: room.fill_(garbage) for name, room in cpu.room(B, T, C, NH, dtype, 3, 20).items()}
         outs = [unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), unwritten(3 * C, dtype=dtype)]
-        cpu.forward(outs[0], qkvr, NH, scratch)
-        cpu.backward(outs[1], outs[2], datty, qkvr, NH, scratch, accumulate=False)
-        results.append(outs)
+        lse = unwritten(B, NH, T)
+        cpu.forward(outs[0], lse, qkvr, NH, scratch)
+        cpu.backward(outs[1], outs[2], datty, qkvr, outs[0], lse, NH, scratch, accumulate=False)
+        results.append([*outs, lse])
     assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
 
@@ -788,10 +797,11 @@ def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(cpu, pl
     for threads, workers in ((1, 1), (2, 2), (2, 1), (3, 3), (5, 9)):
         torch.set_num_threads(threads)
         outs = [unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), unwritten(3 * C, dtype=dtype)]
+        lse = unwritten(B, NH, T)
         room = cpu.room(B, T, C, NH, dtype, workers)
-        cpu.forward(outs[0], qkvr, NH, room)
-        cpu.backward(outs[1], outs[2], datty, qkvr, NH, room, accumulate=False)
-        results.append(outs)
+        cpu.forward(outs[0], lse, qkvr, NH, room)
+        cpu.backward(outs[1], outs[2], datty, qkvr, outs[0], lse, NH, room, accumulate=False)
+        results.append([*outs, lse])
     assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
 
 
@@ -803,9 +813,9 @@ def test_attention_may_be_written_anywhere(cpu, dtype):
     for start in (0, 2, 16, 32):
         memory = [torch.full((B * T * width + 2 * start,), nan, dtype=dtype) for width in (C, 3 * C)]
         atty, dqkvr = (x[start : len(x) - start].view(B, T, -1) for x in memory)
-        dbias, scratch = unwritten(3 * C, dtype=dtype), cpu.room(B, T, C, NH, dtype)
-        cpu.forward(atty, qkvr, NH, scratch)
-        cpu.backward(dqkvr, dbias, datty, qkvr, NH, scratch, accumulate=False)
+        dbias, scratch, lse = unwritten(3 * C, dtype=dtype), cpu.room(B, T, C, NH, dtype), unwritten(B, NH, T)
+        cpu.forward(atty, lse, qkvr, NH, scratch)
+        cpu.backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, accumulate=False)
         assert all(x.isnan().sum() == 2 * start for x in memory)
         results.append([atty, dqkvr, dbias])
     assert all(same_bits(a, b) for outs in results[1:] for a, b in zip(results[0], outs))
@@ -816,10 +826,10 @@ def test_attention_of_a_later_token_that_is_not_a_number_stays_clear_of_the_earl
     """A NaN may spread to later tokens, and within a block of queries, never back to one before."""
     B, T, C, NH = 1, 100, 8, 2
     qkvr, atty = noise(B, T, 3 * C, dtype=dtype, seed=1), unwritten(B, T, C, dtype=dtype)
-    want, scratch = atty.clone(), cpu.room(B, T, C, NH, dtype, 2, 16)
-    cpu.forward(want, qkvr, NH, scratch)
+    want, scratch, lse = atty.clone(), cpu.room(B, T, C, NH, dtype, 2, 16), unwritten(B, NH, T)
+    cpu.forward(want, lse, qkvr, NH, scratch)
     qkvr[:, 64:] = inf
-    cpu.forward(atty, qkvr, NH, scratch)
+    cpu.forward(atty, lse, qkvr, NH, scratch)
     assert same_bits(atty[:, :64].contiguous(), want[:, :64].contiguous()) and atty[:, 64:].isnan().all()
 
 
@@ -843,8 +853,9 @@ def test_attention_error_is_a_few_roundings(cpu, dtype):
     B, T, C, NH = 2, 67, 40, 4
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
     atty, dqkvr, scratch = unwritten(B, T, C, dtype=dtype), unwritten(B, T, 3 * C, dtype=dtype), cpu.room(B, T, C, NH, dtype)
-    cpu.forward(atty, qkvr, NH, scratch)
-    cpu.backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, NH, scratch, accumulate=False)
+    lse = unwritten(B, NH, T)
+    cpu.forward(atty, lse, qkvr, NH, scratch)
+    cpu.backward(dqkvr, unwritten(3 * C, dtype=dtype), datty, qkvr, atty, lse, NH, scratch, accumulate=False)
     exact, (dexact,) = autograd(lambda x: attention(x, NH), [qkvr], datty, torch.float64)
     unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
     assert (atty.double() - exact).abs().max() <= 8 * unit * exact.abs().max()
@@ -860,7 +871,7 @@ def test_attention_does_not_see_the_future(cpu, dtype):
     results = []
     for x in (qkvr, changed):
         atty = unwritten(B, T, C, dtype=dtype)
-        cpu.forward(atty, x, NH, cpu.room(B, T, C, NH, dtype))
+        cpu.forward(atty, unwritten(B, NH, T), x, NH, cpu.room(B, T, C, NH, dtype))
         results.append(atty)
     assert same_bits(results[0][:, :20].contiguous(), results[1][:, :20].contiguous())
     assert not torch.equal(results[0][:, 20:], results[1][:, 20:])

@@ -145,9 +145,9 @@ TRITON_ROOM = {
 NUMBA_ROOM = {stage: names for stage, names in TRITON_ROOM.items() if stage != "update"}
 # of attention on a CPU: numba's kernels have other room than torch's operations, which serve beside Triton's kernels too
 for rooms, names in (
-    (TORCH_ROOM, "rows scores mask"),
-    (TRITON_ROOM, "rows scores mask"),
-    (NUMBA_ROOM, "packed scores weights queries block"),
+    (TORCH_ROOM, "rows scores stats mask"),
+    (TRITON_ROOM, "rows scores stats mask"),
+    (NUMBA_ROOM, "packed scores weights left queries block"),
 ):
     rooms["attention"] = {f"attention_{name}" for name in names.split()}
     rooms["attention_backward"] = rooms["attention"] | {"attention_sums"} | ({"attention_bias"} if rooms is NUMBA_ROOM else set())
@@ -382,8 +382,8 @@ def test_plan_holds_every_activation_with_its_own_shape_and_type():
             leading = (5,) if a.name in kept_names(level) else (3,) if a.name == "residual3" else ()
             assert t.shape == (*leading, *resolve(a.shape, sizes)) and t.dtype == ("bf16" if a.dtype == "act" else a.dtype)
             assert (t.purpose == "kept") == bool(leading)
-        on_cpu = Plan(options(ODD, 3, 7, recompute=level, precision="bf16")).tensors  # attention there takes the softmax again
-        assert {a.name for a in BLOCK_ACTIVATIONS} - set(on_cpu) == {"lse"}
+        on_cpu = Plan(options(ODD, 3, 7, recompute=level, precision="bf16")).tensors
+        assert all(on_cpu[a.name].shape == plan.tensors[a.name].shape for a in BLOCK_ACTIVATIONS)
 
 
 @pytest.mark.parametrize(

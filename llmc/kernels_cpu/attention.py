@@ -1,10 +1,10 @@
 """Causal attention, a head at a time and in it a block of queries: see llmc/layers/attention_cpu.py.
 
-Scores lie the other way round, (keys, queries), so that all of softmax goes on between vectors of queries. A block of queries sees all of
-its keys before its softmax is taken, in forward and once more in backward, which has nothing but qkvr. Keys and values are packed once
-for a head, queries for their block, as the factors that products want (tiles.py). Blocks of atty and dq are computed transposed as well,
-(channels, queries): so a block of queries is always columns of the right matrix. A thread works on whole heads in room of its own, so the
-bits do not depend on their number.
+Scores lie the other way round, (keys, queries), so that all of softmax goes on between vectors of queries. In forward a block of queries
+sees all of its keys before its softmax is taken; backward, which has their log-sum-exp, takes block by block of keys, each of which
+stays in the first cache until it is done with. Keys and values are packed once for a head, queries for their block, as the factors that
+products want (tiles.py). Blocks of atty and dq are computed transposed as well, (channels, queries): so a block of queries is always
+columns of the right matrix. A thread works on whole heads in room of its own, so the bits do not depend on their number.
 """
 
 from collections import namedtuple
@@ -14,38 +14,76 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
 from llmc.kernels_cpu.columns import add_row, finish_columns, zero
-from llmc.kernels_cpu.door import F0, F1, LINE, aligned, array, exp_below_zero, factors, jit, load, prange, select, shared, sqrt, store
+from llmc.kernels_cpu.door import (
+    F0, F1, LINE, LOG2_E, aligned, array, exp2_below_zero, factors, fetch, fma, jit, load, plus, prange, select, shared, sqrt, store,
+)  # fmt: skip
 from llmc.kernels_cpu.tiles import (
-    LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, store_factor, streams_lines, transpose_rows, values_of, whole_depth,
-    write_row,
+    LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, round_factors, round_numbers, streams_lines, transpose_rows, values_of,
+    whole_depth, write_row,
 )  # fmt: skip
 from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
 
-LOWEST = np.float32(-np.inf)
+LOWEST, LN2 = np.float32(-np.inf), np.float32(np.log(2))
+AT_ONCE = 4  # keys whose scores are compared before they are with the highest of those before
 
 # of every worker, each flat: see NUMBA_ATTENTION of the plan for sizes
 Rooms = namedtuple(
     "Rooms",
     (
         "packed",  # factors of left matrices: forward k and the transposed v; backward k, the transposed k, and v
-        "scores",  # fp32: scores, then their exponentials; gradients of probabilities
-        "weights",  # factors: forward exponentials, right; backward probabilities and gradients of scores, left, if pairs also right
-        "weight_values",  # the same as numbers
+        "scores",  # fp32: scores, then powers of two, which are exponentials, or in backward probabilities; there of a block of keys
+        "weights",  # factors of a right matrix: forward exponentials, backward gradients of scores
+        "left",  # backward, of a block of keys: probabilities and gradients of scores as factors of left matrices
+        "left_values",  # the same as numbers
         "queries",  # factors of right matrices: the transposed q; backward also q, and datty either way
-        "block",  # fp32: a block of atty or dq, transposed and as it is
+        "block",  # fp32: a block of atty or dq, transposed and as it is; before that gradients of probabilities
         "sums",  # fp32: dk and dv
     ),
 )
 
 
 @shared
-def _pack_weights(out, powers, end):
-    """Exponentials (end, BLOCK) as factors of a right matrix."""
+def _hide_future(scores, at):
+    """Of the keys that are a block of queries' own positions, whose scores begin there, a query sees those up to itself."""
+    for key in range(BLOCK):
+        for query in range(key):
+            store(scores, at + key * BLOCK + query, LOWEST)
+
+
+@shared
+def _find_highest(highest, scores, first, end):
+    """highest = the larger of itself and the scores (first <= key < end, BLOCK), by query."""
+    for key in range(first, end, AT_ONCE):
+        for query in range(BLOCK):
+            at, most = key * BLOCK + query, load(highest, query)
+            a, b, c, d = load(scores, at), load(scores, at + BLOCK), load(scores, at + 2 * BLOCK), load(scores, at + 3 * BLOCK)
+            a, b = select(b > a, b, a), select(d > c, d, c)
+            a = select(b > a, b, a)
+            store(highest, query, select(a > most, a, most))
+
+
+@shared
+def _exponentials(scores, highest, total, end, scale):
+    """Scores (end, BLOCK) become 2^(scale * (score - the highest of its query)). Also total, the sum by query; highest is scaled."""
+    for query in range(BLOCK):
+        store(highest, query, load(highest, query) * scale)
+        store(total, query, F0)
+    for key in range(end):
+        for query in range(BLOCK):
+            at = key * BLOCK + query
+            power = exp2_below_zero(fma(load(scores, at), scale, -load(highest, query)))
+            store(scores, at, power)
+            store(total, query, load(total, query) + power)
+
+
+@shared
+def _pack_weights(out, at, weights, end):
+    """Numbers (end, BLOCK), fp32, as factors of a right matrix."""
     n = values_of(out)
     for key in range(0, end, n):
-        for query in range(BLOCK):
+        for query in range(0, BLOCK, LANES):
             first = key * BLOCK + query
-            store_factor(out, key // n * BLOCK + query, load(powers, first), load(powers, first + (n - 1) * BLOCK))
+            round_factors(out, at + key // n * BLOCK + query, weights, first, first + (n - 1) * BLOCK)
 
 
 @shared
@@ -57,83 +95,57 @@ def _transpose(out, x, columns):
 
 
 @shared
-def _exponentials(scores, highest, total, end, scale):
-    """Scores (end, BLOCK) become exp(scale * (score - the highest of its query)), zero where a query does not see the key: of the last
-    keys, which are the queries' own positions, it sees those up to itself. Also the inverse of their sum, by query."""
-    for key in range(BLOCK):
-        at = (end - BLOCK + key) * BLOCK
-        for query in range(key):
-            store(scores, at + query, LOWEST)
-    for query in range(BLOCK):
-        store(highest, query, LOWEST)
-        store(total, query, F0)
-    for key in range(end):
-        for query in range(BLOCK):
-            score, most = load(scores, key * BLOCK + query), load(highest, query)
-            store(highest, query, select(score > most, score, most))
-    for key in range(end):
-        for query in range(BLOCK):
-            power = exp_below_zero((load(scores, key * BLOCK + query) - load(highest, query)) * scale)
-            store(scores, key * BLOCK + query, power)
-            store(total, query, load(total, query) + power)
-    for query in range(BLOCK):
-        store(total, query, F1 / load(total, query))
+def _mean_gradients(delta, datty, atty, first, stride, rows, HS):
+    """delta = the mean of the gradients of a query's probabilities under these, by query; which is datty * atty, summed over channels."""
+    zero(delta, 0, BLOCK)
+    for row in range(rows):
+        total = F0
+        for at in range(first + row * stride, first + row * stride + HS):
+            total = plus(total, load(datty, at) * load(atty, at))
+        store(delta, row, total)
 
 
 @shared
-def _mean_gradients(delta, powers, gradients, share, end):
-    """delta = the mean of gradients under the probabilities powers * share, by query."""
-    zero(delta, 0, BLOCK)
-    for key in range(end):
+def _score_gradients(scores, gradients, lse, delta, scale):
+    """Of a block of keys: scores become probabilities, and gradients of probabilities those of scores."""
+    for key in range(BLOCK):
         for query in range(BLOCK):
             at = key * BLOCK + query
-            store(delta, query, load(delta, query) + load(gradients, at) * load(powers, at))
-    for query in range(BLOCK):
-        store(delta, query, load(delta, query) * load(share, query))
+            p = exp2_below_zero(fma(load(scores, at), scale, -load(lse, query)))
+            store(scores, at, p)
+            store(gradients, at, p * (load(gradients, at) - load(delta, query)))
 
 
 @shared
-def _score_gradients(p, ds, ds_right, powers, gradients, share, delta, end):
-    """Probabilities p and gradients ds of scores; the latter also as factors of a right matrix, unless those are the same."""
-    n = values_of(ds_right)
-    for key in range(0, end, n):
-        for query in range(BLOCK):
-            at, last = key * BLOCK + query, (key + n - 1) * BLOCK + query
-            p_at, p_last = load(powers, at) * load(share, query), load(powers, last) * load(share, query)
-            ds_at, ds_last = p_at * (load(gradients, at) - load(delta, query)), p_last * (load(gradients, last) - load(delta, query))
-            store(p, at, p_at)
-            store(ds, at, ds_at)
-            if n > 1:
-                store(p, last, p_last)
-                store(ds, last, ds_last)
-                store_factor(ds_right, key // n * BLOCK + query, ds_at, ds_last)
+def _pack_left(out, x):
+    """Numbers (BLOCK, BLOCK), fp32, as those of the factors of a left matrix."""
+    for at in range(0, BLOCK * BLOCK, LANES):
+        round_numbers(out, at, x, at)
 
 
 @shared
 def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum, rows, scale, streams):
-    """Rows of a gradient, times scale, to out; and to its sums over rows, before they are rounded. The gradient is scaled in place."""
+    """Rows of a gradient, times scale, to out; and to its sums over rows, before they are rounded."""
     HS = len(tile_sum)
     for tile in range(0, rows, SUMMED_ROWS):
         zero(tile_sum, 0, HS)
         for row in range(tile, min(tile + SUMMED_ROWS, rows)):
-            for i in range(HS):
-                x = load(gradient, row * width + i) * scale
-                store(gradient, row * width + i, x)
-                store(tile_sum, i, load(tile_sum, i) + x)
-            write_row(out, first + row * stride, gradient, row * width, HS, streams)
-        add_row(sums, sums_at, tile_sum, 0, HS)
+            add_row(tile_sum, 0, gradient, row * width, HS)
+            write_row(out, first + row * stride, gradient, row * width, HS, scale, streams)
+        for i in range(HS):
+            store(sums, sums_at + i, load(sums, sums_at + i) + load(tile_sum, i) * scale)
 
 
 @jit
-def _forward(out, qkvr, rooms, B, T, NH, HS, workers, streams):
+def _forward(out, lse, qkvr, rooms, B, T, NH, HS, workers, streams):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
-    keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
+    keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, LOG2_E / sqrt(np.float32(HS))
     depth, keys_row, values_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n
     for worker in prange(workers):
         w = np.int64(worker)
         keys, values, queries = rooms.packed[w, 0], rooms.packed[w, 1], rooms.queries[w, 0]
         scores, weights, block, block_rows = rooms.scores[w, 0], rooms.weights[w, 0], rooms.block[w, 0], rooms.block[w, 1]
-        highest, share, shapes = aligned(BLOCK), aligned(BLOCK), np.empty(LINE, np.uint8)
+        highest, total, shapes = aligned(BLOCK), aligned(BLOCK), np.empty(LINE, np.uint8)
         open_tiles(keys, shapes)
         for head in range(w, B * NH, workers):
             first, column = head // NH * T, head % NH * HS
@@ -143,20 +155,25 @@ def _forward(out, qkvr, rooms, B, T, NH, HS, workers, streams):
             for at in range(0, T, BLOCK):
                 end, rows = at + BLOCK, min(BLOCK, T - at)
                 pack_right(queries, BLOCK, 0, BLOCK, depth, qkvr, q_at + at * 3 * C, 3 * C, 1, rows, HS)
-                multiply(scores, BLOCK, keys, keys_row, queries, BLOCK, end, BLOCK, depth, 0)
-                _exponentials(scores, highest, share, end, scale)
-                _pack_weights(weights, scores, end)
-                multiply(block, BLOCK, values, values_row, weights, BLOCK, Hb, BLOCK, end // n, 0)
+                for query in range(BLOCK):
+                    store(highest, query, LOWEST)
+                for key in range(0, end, BLOCK):
+                    multiply(scores, key * BLOCK, BLOCK, keys, key * keys_row, keys_row, queries, BLOCK, BLOCK, BLOCK, depth, 0)
+                    if key == at:
+                        _hide_future(scores, key * BLOCK)
+                    _find_highest(highest, scores, key, key + BLOCK)
+                _exponentials(scores, highest, total, end, scale)
+                _pack_weights(weights, 0, scores, end)
+                multiply(block, 0, BLOCK, values, 0, values_row, weights, BLOCK, Hb, BLOCK, end // n, 0)
                 _transpose(block_rows, block, Hb)
                 for row in range(rows):
-                    for i in range(HS):
-                        store(block_rows, row * Hb + i, load(block_rows, row * Hb + i) * load(share, row))
-                    write_row(out, out_at + (at + row) * C, block_rows, row * Hb, HS, streams)
+                    write_row(out, out_at + (at + row) * C, block_rows, row * Hb, HS, F1 / load(total, row), streams)
+                    store(lse, head * T + at + row, load(highest, row) * LN2 + np.log(load(total, row)))
         close_tiles(keys, shapes)
 
 
 @jit
-def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers, streams):
+def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, workers, streams):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
     keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
     depth, keys_row, columns_row, queries_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n, BLOCK // n
@@ -164,11 +181,10 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers, strea
         w = np.int64(worker)
         k_rows, k_columns, v_rows = rooms.packed[w, 0], rooms.packed[w, 1], rooms.packed[w, 2]
         q_columns, q_rows, do_columns, do_rows = rooms.queries[w, 0], rooms.queries[w, 1], rooms.queries[w, 2], rooms.queries[w, 3]
-        powers, dp, dk, dv = rooms.scores[w, 0], rooms.scores[w, 1], rooms.sums[w, 0], rooms.sums[w, 1]
-        p, ds, p_values, ds_values = rooms.weights[w, 0], rooms.weights[w, 1], rooms.weight_values[w, 0], rooms.weight_values[w, 1]
-        ds_right, block, block_rows = ds if n == 1 else rooms.weights[w, 2], rooms.block[w, 0], rooms.block[w, 1]
-        highest, share, delta = aligned(BLOCK), aligned(BLOCK), aligned(BLOCK)
-        tile_sum, shapes = aligned(HS), np.empty(LINE, np.uint8)
+        p, ds, p_values, ds_values = rooms.left[w, 0], rooms.left[w, 1], rooms.left_values[w, 0], rooms.left_values[w, 1]
+        scores, ds_right, dk, dv = rooms.scores[w, 0], rooms.weights[w, 0], rooms.sums[w, 0], rooms.sums[w, 1]
+        block, block_rows, gradients = rooms.block[w, 0], rooms.block[w, 1], rooms.block[w, 0]
+        row_lse, delta, tile_sum, shapes = aligned(BLOCK), aligned(BLOCK), aligned(HS), np.empty(LINE, np.uint8)
         open_tiles(p, shapes)
         for head in range(w, B * NH, workers):
             first, column = head // NH * T, head % NH * HS
@@ -180,20 +196,30 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers, strea
             pack_left(v_rows, 0, keys_row, keys_end, depth, qkvr, q_at + 2 * C, 3 * C, 1, T, HS)
             adds = 0  # the last block of queries comes first: it writes all of dk and dv
             for at in range(keys_end - BLOCK, -1, -BLOCK):
-                end, rows = at + BLOCK, min(BLOCK, T - at)
-                q, do = q_at + at * 3 * C, out_at + at * C
+                rows, q, do = min(BLOCK, T - at), q_at + at * 3 * C, out_at + at * C
+                for row in range(rows):  # of a sequence's, each of which lies far from the next
+                    fetch(datty, do + row * C, HS)
+                    fetch(atty, do + row * C, HS)
                 pack_right(q_columns, BLOCK, 0, BLOCK, depth, qkvr, q, 3 * C, 1, rows, HS)
                 pack_right(q_rows, Hb, 0, Hb, queries_row, qkvr, q, 1, 3 * C, HS, rows)
                 pack_right(do_columns, BLOCK, 0, BLOCK, depth, datty, do, C, 1, rows, HS)
                 pack_right(do_rows, Hb, 0, Hb, queries_row, datty, do, 1, C, HS, rows)
-                multiply(powers, BLOCK, k_rows, keys_row, q_columns, BLOCK, end, BLOCK, depth, 0)
-                _exponentials(powers, highest, share, end, scale)
-                multiply(dp, BLOCK, v_rows, keys_row, do_columns, BLOCK, end, BLOCK, depth, 0)
-                _mean_gradients(delta, powers, dp, share, end)
-                _score_gradients(p_values, ds_values, ds_right, powers, dp, share, delta, end)
-                multiply(dv, Hb, p, queries_row, do_rows, Hb, end, Hb, queries_row, adds)
-                multiply(dk, Hb, ds, queries_row, q_rows, Hb, end, Hb, queries_row, adds)
-                multiply(block, BLOCK, k_columns, columns_row, ds_right, BLOCK, Hb, BLOCK, end // n, 0)
+                _mean_gradients(delta, datty, atty, do, C, rows, HS)
+                zero(row_lse, 0, BLOCK)
+                for row in range(rows):
+                    store(row_lse, row, load(lse, head * T + at + row) * LOG2_E)
+                for key in range(0, at + BLOCK, BLOCK):
+                    multiply(scores, 0, BLOCK, k_rows, key * keys_row, keys_row, q_columns, BLOCK, BLOCK, BLOCK, depth, 0)
+                    if key == at:
+                        _hide_future(scores, 0)
+                    multiply(gradients, 0, BLOCK, v_rows, key * keys_row, keys_row, do_columns, BLOCK, BLOCK, BLOCK, depth, 0)
+                    _score_gradients(scores, gradients, row_lse, delta, scale * LOG2_E)
+                    _pack_left(p_values, scores)
+                    _pack_left(ds_values, gradients)
+                    _pack_weights(ds_right, key // n * BLOCK, gradients, BLOCK)
+                    multiply(dv, key * Hb, Hb, p, 0, queries_row, do_rows, Hb, BLOCK, Hb, queries_row, adds)
+                    multiply(dk, key * Hb, Hb, ds, 0, queries_row, q_rows, Hb, BLOCK, Hb, queries_row, adds)
+                multiply(block, 0, BLOCK, k_columns, 0, columns_row, ds_right, BLOCK, Hb, BLOCK, (at + BLOCK) // n, 0)
                 _transpose(block_rows, block, Hb)
                 _write_gradient(dqkvr, q, 3 * C, bias_sums, sums_at, block_rows, Hb, tile_sum, rows, scale, streams)
                 adds = 1
@@ -202,19 +228,20 @@ def _backward(dqkvr, bias_sums, datty, qkvr, rooms, B, T, NH, HS, workers, strea
         close_tiles(p, shapes)
 
 
-def attention_cpu_forward(atty, qkvr, NH, scratch):
-    """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; of _sums only that it is there."""
+def attention_cpu_forward(atty, lse, qkvr, NH, scratch):
+    """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; _left and _sums are not touched."""
     B, T, C = atty.shape
     rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(atty, C // NH, scratch["attention_packed"])
-    door.launch(_forward, array(atty), array(qkvr), rooms, B, T, NH, C // NH, workers, streams)
+    door.launch(_forward, *(array(t) for t in (atty, lse, qkvr)), rooms, B, T, NH, C // NH, workers, streams)
 
 
-def attention_cpu_backward(dqkvr, dbias, datty, qkvr, NH, scratch, *, accumulate):
-    """Scratch: as forward's, and attention_sums and attention_bias."""
+def attention_cpu_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
+    """Scratch: forward's, attention_left, attention_sums and attention_bias."""
     B, T, C = datty.shape
     bias = scratch["attention_bias"]
     rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(dqkvr, C // NH, scratch["attention_packed"])
-    door.launch(_backward, *(array(t) for t in (dqkvr, bias, datty, qkvr)), rooms, B, T, NH, C // NH, workers, streams)
+    tensors = (array(t) for t in (dqkvr, bias, datty, qkvr, atty, lse))
+    door.launch(_backward, *tensors, rooms, B, T, NH, C // NH, workers, streams)
     finish_columns([dbias], bias, B, accumulate)
 
 
@@ -223,7 +250,8 @@ def _rooms(scratch):
         ("packed", factors),
         ("scores", array),
         ("weights", factors),
-        ("weights", array),
+        ("left", factors),
+        ("left", array),
         ("queries", factors),
         ("block", array),
         ("sums", array),

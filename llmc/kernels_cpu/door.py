@@ -458,6 +458,24 @@ def exp(d):
     return (F1 + fma(s * s, u, s)) * float_of(iadd(ishl(bits_of(shifted), S23), ONE_BITS))
 
 
+# 2^f for |f| <= 1/2 to 2e-9: fitted to the least relative error
+P0, P1, P2, P3, P4, P5, P6 = (
+    np.float32(x)
+    for x in (1.0, 0.693147182464599609375, 0.24022646248340606689453125, 0.05550328642129898071289, 0.009618489071726799011230,
+              0.00133999309036880731582642, 0.00015345812425948679447)
+)  # fmt: skip
+LEAST_POWER = np.float32(-125)
+
+
+@helper
+def exp2_below_zero(t):
+    """2^t for t <= 0, to two ulps; nothing below -125, where it would soon be subnormal. A NaN stays one."""
+    shifted = t + TO_WHOLE
+    f = t - (shifted - TO_WHOLE)
+    u = fma(fma(fma(fma(fma(fma(P6, f, P5), f, P4), f, P3), f, P2), f, P1), f, P0)
+    return select(t < LEAST_POWER, F0, u * float_of(iadd(ishl(bits_of(shifted), S23), ONE_BITS)))
+
+
 @helper
 def exp_below_zero(d):
     """exp(d) for d <= 0; nothing below -87, where it would soon be subnormal."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import LINE, array, factors, fetch_to_write, jit, load, prange, shared, store
+from llmc.kernels_cpu.door import F1, LINE, array, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
     AMX, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
     values_of, write_row,
@@ -56,7 +56,7 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
             for j in range(columns):
                 store(out, o + j, load(out, o + j) + load(sums, s + j))
         else:
-            write_row(out, o, sums, s, columns, streams)
+            write_row(out, o, sums, s, columns, F1, streams)
 
 
 @jit

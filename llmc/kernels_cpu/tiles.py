@@ -218,31 +218,37 @@ open_tiles, close_tiles = _shapes_of_registers(_set_shapes), _shapes_of_register
 
 
 @intrinsic
-def stream(typing, out, at, x, x_at):
-    """out[at + i] = x[x_at + i], i < LANES, fp32 rounded to what out is, past the caches: a line of out that is written as a whole need not
-    be read. out[at] has to be at a multiple of all their bytes; other threads may read it after close_tiles."""
+def stream_line(typing, out, at, x, x_at, factor):
+    """out[at + i] = factor * x[x_at + i], fp32 rounded to what out is, for a whole line of cache, which goes past the caches and need not
+    be read. out[at] has to be at a line's start; other threads may read it after close_tiles."""
 
     def emit(context, builder, signature, values):
-        numbers = builder.load(builder.bitcast(place_of(context, builder, x, *values[2:]), FLOATS.as_pointer()), align=4)
-        numbers = nearest(builder, numbers) if out.dtype == types.uint16 else numbers
-        place = builder.bitcast(place_of(context, builder, out, *values[:2]), numbers.type.as_pointer())
-        written = builder.store(numbers, place, align=LANES * out.dtype.bitwidth // 8)
+        out_data, at, x_data, x_at, factor = values
+        place, factor = place_of(context, builder, x, x_data, x_at), _everywhere(builder, factor, FLOATS)
+        vectors = (_at(builder, place, x_at.type(0), 0, i, FLOATS) for i in range(0, 8 * LINE // out.dtype.bitwidth, LANES))
+        line = [builder.fmul(builder.load(vector, align=4), factor) for vector in vectors]
+        line = [nearest(builder, numbers) if out.dtype == types.uint16 else numbers for numbers in line]
+        while len(line) > 1:
+            both = list(range(2 * line[0].type.count))
+            line = [builder.shuffle_vector(*pair, ir.VectorType(INT32, len(both))(both)) for pair in zip(line[::2], line[1::2])]
+        line_place = builder.bitcast(place_of(context, builder, out, out_data, at), line[0].type.as_pointer())
+        written = builder.store(line[0], line_place, align=LINE)
         written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
         return context.get_dummy_value()
 
     at = types.intp
-    return types.void(out, at, x, at), emit
+    return types.void(out, at, x, at, types.float32), emit
 
 
 @shared
-def write_row(out, at, x, x_at, n, streams):
-    """out[at + i] = x[x_at + i], i < n, fp32 rounded to what out is; if it streams, as streams_lines says that it may."""
+def write_row(out, at, x, x_at, n, factor, streams):
+    """out[at + i] = factor * x[x_at + i], i < n, fp32 rounded to what out is; if it streams, as streams_lines says that it may."""
     if streams:
-        for i in range(0, n, LANES):
-            stream(out, at + i, x, x_at + i)
+        for i in range(0, n, LINE // out.itemsize):
+            stream_line(out, at + i, x, x_at + i, factor)
     else:
         for i in range(n):
-            store(out, at + i, load(x, x_at + i))
+            store(out, at + i, load(x, x_at + i) * factor)
 
 
 def streams_lines(out, width, packed) -> int:
@@ -311,6 +317,48 @@ def store_factor(typing, factors, index, first, second):
     return types.void(factors, types.intp, types.float32, types.float32), emit
 
 
+def _as_factor_of_products(builder, numbers):
+    """A vector of fp32 as bf16: by the processor's instruction where products are, to both of which numbers below 2^-126 are zero."""
+    if not MULTIPLIES_PAIRS:
+        return nearest(builder, numbers)
+    kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), [FLOATS])
+    instruction = get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return builder.bitcast(builder.call(instruction, [numbers]), HALVES)
+
+
+@intrinsic
+def round_numbers(typing, out, at, x, x_at):
+    """out[at + i] = x[x_at + i], i < LANES, fp32 rounded to what out is, a factor of products by and by."""
+
+    def emit(context, builder, signature, values):
+        numbers = builder.load(builder.bitcast(place_of(context, builder, x, *values[2:]), FLOATS.as_pointer()), align=4)
+        numbers = _as_factor_of_products(builder, numbers) if out.dtype == types.uint16 else numbers
+        builder.store(numbers, builder.bitcast(place_of(context, builder, out, *values[:2]), numbers.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(out, at, x, at), emit
+
+
+@intrinsic
+def round_factors(typing, factors, at, x, first, second):
+    """factors[at + i] = the number x[first + i], or where factors are pairs that and x[second + i], i < LANES, fp32 rounded."""
+
+    def emit(context, builder, signature, values):
+        def numbers(at):
+            return builder.load(builder.bitcast(place_of(context, builder, x, values[2], at), FLOATS.as_pointer()), align=4)
+
+        made = numbers(values[3])
+        if factors.dtype == types.uint32:
+            low, high = (builder.zext(_as_factor_of_products(builder, numbers(at)), INTS) for at in values[3:])
+            made = builder.or_(low, builder.shl(high, INTS([16] * LANES)))
+        builder.store(made, builder.bitcast(place_of(context, builder, factors, *values[:2]), made.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(factors, at, x, at, at), emit
+
+
 @intrinsic
 def copy_factor(typing, factors, index, array, first):
     """factors[index] = the factor that array[first] begins."""
@@ -349,11 +397,11 @@ def join_factors(typing, factors, index, array, first, second):
 
 
 @shared
-def multiply(c, c_row, a, a_row, b, b_row, rows, columns, depth, adds):
+def multiply(c, c_at, c_row, a, a_at, a_row, b, b_row, rows, columns, depth, adds):
     """multiply_tile of all tiles of c (rows, columns), which are whole ones."""
     for i in range(0, rows, tile_rows(a)):
         for j in range(0, columns, tile_columns(a)):
-            multiply_tile(c, i * c_row + j, c_row, a, i * a_row, a_row, b, j, b_row, depth, adds)
+            multiply_tile(c, c_at + i * c_row + j, c_row, a, a_at + i * a_row, a_row, b, j, b_row, depth, adds)
 
 
 @shared

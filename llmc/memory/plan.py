@@ -495,9 +495,9 @@ def attention_workers(o: PlanOptions) -> int:
 
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
-    """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks, We forms of weights, of which pairs have one more."""
+    """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks."""
     tokens, channels = (whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
-    return {"Tb": tokens, "Hb": channels, "We": 2 if o.factor_type == "fp32" else 3}
+    return {"Tb": tokens, "Hb": channels}
 
 
 STEP = ("encoder", "encoder_backward")
@@ -520,8 +520,6 @@ def _block_rows(o: PlanOptions):
     for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
         if a.name == "residual3":
             yield a.name, "kept", f"{1 + max(_residual_slots(o))} {a.shape}", a.dtype, STEP
-        elif a.name == "lse" and o.attention_kind == "cpu":
-            continue  # it takes the softmax again
         elif a.name in kept:
             whole = o.keeps_gathered and a.name in ("ln1", "ln2")
             yield a.name, "kept", "L B T C" if whole else "L " + a.shape, a.dtype, STEP
@@ -562,11 +560,15 @@ def _head_rows(o: PlanOptions):
 
 
 # working room of attention on a CPU: (name, shape, dtype)
-TORCH_ATTENTION = (("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("sums", "2 3k", "fp32"), ("mask", "Q Q", "fp32"))
+TORCH_ATTENTION = (
+    ("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("stats", "2 Ha T", "fp32"), ("sums", "2 3k", "fp32"),
+    ("mask", "Q Q", "fp32"),
+)  # fmt: skip
 NUMBA_ATTENTION = (
-    ("packed", "Wa 3 Tb Hb", "factor"), ("scores", f"Wa 2 Tb {ATTENTION_BLOCK}", "fp32"),
-    ("weights", f"Wa We Tb {ATTENTION_BLOCK}", "factor"), ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"),
-    ("block", f"Wa 2 {ATTENTION_BLOCK} Hb", "fp32"), ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
+    ("packed", "Wa 3 Tb Hb", "factor"), ("scores", f"Wa 1 Tb {ATTENTION_BLOCK}", "fp32"),
+    ("weights", f"Wa 1 Tb {ATTENTION_BLOCK}", "factor"), ("left", f"Wa 2 {ATTENTION_BLOCK} {ATTENTION_BLOCK}", "factor"),
+    ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"), ("block", f"Wa 2 {ATTENTION_BLOCK} Hb", "fp32"),
+    ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
 
 
