@@ -15,7 +15,8 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
 from llmc.kernels_cpu.columns import add_row, finish_columns, zero
 from llmc.kernels_cpu.door import (
-    F0, F1, LINE, LOG2_E, aligned, array, exp2_below_zero, factors, fetch, fma, jit, load, plus, prange, select, shared, sqrt, store,
+    F0, F1, LINE, LOG2_E, aligned, array, exp2_below_zero, factors, fetch, fma, helper, jit, load, plus, prange, select, shared, sqrt,
+    store,
 )  # fmt: skip
 from llmc.kernels_cpu.tiles import (
     LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, round_factors, round_numbers, streams_lines, transpose_rows, values_of,
@@ -36,7 +37,7 @@ Rooms = namedtuple(
         "left",  # backward, of a block of keys: probabilities and gradients of scores as factors of left matrices
         "left_values",  # the same as numbers
         "queries",  # factors of right matrices: the transposed q; backward also q, and datty either way
-        "block",  # fp32: a block of atty or dq, transposed and as it is; before that gradients of probabilities
+        "block",  # fp32: a block of atty or dq, transposed and as it is; before that gradients of probabilities, then of scores
         "sums",  # fp32: dk and dv
     ),
 )
@@ -94,7 +95,7 @@ def _transpose(out, x, columns):
             transpose_rows(out, i * columns + j, columns, x, j * BLOCK + i, BLOCK)
 
 
-@shared
+@helper
 def _mean_gradients(delta, datty, atty, first, stride, rows, HS):
     """delta = the mean of the gradients of a query's probabilities under these, by query; which is datty * atty, summed over channels."""
     zero(delta, 0, BLOCK)
@@ -139,7 +140,7 @@ def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum
 @jit
 def _forward(out, lse, qkvr, rooms, B, T, NH, HS, workers, streams):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
-    keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, LOG2_E / sqrt(np.float32(HS))
+    keys_end, power_scale = (T + BLOCK - 1) // BLOCK * BLOCK, LOG2_E / sqrt(np.float32(HS))
     depth, keys_row, values_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n
     for worker in prange(workers):
         w = np.int64(worker)
@@ -162,7 +163,7 @@ def _forward(out, lse, qkvr, rooms, B, T, NH, HS, workers, streams):
                     if key == at:
                         _hide_future(scores, key * BLOCK)
                     _find_highest(highest, scores, key, key + BLOCK)
-                _exponentials(scores, highest, total, end, scale)
+                _exponentials(scores, highest, total, end, power_scale)
                 _pack_weights(weights, 0, scores, end)
                 multiply(block, 0, BLOCK, values, 0, values_row, weights, BLOCK, Hb, BLOCK, end // n, 0)
                 _transpose(block_rows, block, Hb)
@@ -175,7 +176,8 @@ def _forward(out, lse, qkvr, rooms, B, T, NH, HS, workers, streams):
 @jit
 def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, workers, streams):
     C, Hb, n = NH * HS, rooms.block.shape[2] // BLOCK, values_of(rooms.packed)
-    keys_end, scale = (T + BLOCK - 1) // BLOCK * BLOCK, F1 / sqrt(np.float32(HS))
+    keys_end, root = (T + BLOCK - 1) // BLOCK * BLOCK, sqrt(np.float32(HS))
+    scale, power_scale = F1 / root, LOG2_E / root
     depth, keys_row, columns_row, queries_row = whole_depth(rooms.packed, HS), Hb // n, keys_end // n, BLOCK // n
     for worker in prange(workers):
         w = np.int64(worker)
@@ -197,7 +199,7 @@ def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, wor
             adds = 0  # the last block of queries comes first: it writes all of dk and dv
             for at in range(keys_end - BLOCK, -1, -BLOCK):
                 rows, q, do = min(BLOCK, T - at), q_at + at * 3 * C, out_at + at * C
-                for row in range(rows):  # of a sequence's, each of which lies far from the next
+                for row in range(rows):  # each lies far from the next, where hardware does not look for it
                     fetch(datty, do + row * C, HS)
                     fetch(atty, do + row * C, HS)
                 pack_right(q_columns, BLOCK, 0, BLOCK, depth, qkvr, q, 3 * C, 1, rows, HS)
@@ -213,7 +215,7 @@ def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, wor
                     if key == at:
                         _hide_future(scores, 0)
                     multiply(gradients, 0, BLOCK, v_rows, key * keys_row, keys_row, do_columns, BLOCK, BLOCK, BLOCK, depth, 0)
-                    _score_gradients(scores, gradients, row_lse, delta, scale * LOG2_E)
+                    _score_gradients(scores, gradients, row_lse, delta, power_scale)
                     _pack_left(p_values, scores)
                     _pack_left(ds_values, gradients)
                     _pack_weights(ds_right, key // n * BLOCK, gradients, BLOCK)

@@ -469,7 +469,9 @@ LEAST_POWER = np.float32(-125)
 
 @helper
 def exp2_below_zero(t):
-    """2^t for t <= 0, to two ulps; nothing below -125, where it would soon be subnormal. A NaN stays one."""
+    """2^t for t <= 0, to two ulps; nothing below -125, where it would soon be subnormal. By rounding t may be above, which is 1. A NaN
+    stays one."""
+    t = select(t > F0, F0, t)
     shifted = t + TO_WHOLE
     f = t - (shifted - TO_WHOLE)
     u = fma(fma(fma(fma(fma(fma(P6, f, P5), f, P4), f, P3), f, P2), f, P1), f, P0)

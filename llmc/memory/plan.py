@@ -59,10 +59,10 @@ class Tuning:
 TUNING = {
     # measured on two AVX512 cores with 1 MiB of L2 each, update of 124M parameters: 0.24 s in pieces of 131072 elements
     # (calls cost), 0.19 s of 262144, 0.17 s of 524288, no better beyond. Layernorm of 1024 rows of 768, forward: 0.62, 0.46, 0.39 ms
-    # torch's attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward, softmax by a kernel: 9.7 and 25 ms with
-    # these; with 256 queries 11.0 and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster matmuls,
-    # and as much slower packing. numba's workers need 1.8 MiB each at T = 1024 of pairs of bf16, 2.4 of fp32: 35 or 27 of them in less than
-    # the head's logits
+    # torch's attention of (B, T) = (4, 256) and (1, 1024), 12 heads, bf16, forward and backward, softmax by a kernel, twice: 9.7 and 25 ms
+    # with these; with 256 queries 11.0 and 25, with half the elements 9.2 and 29. Keys and values packed transposed as well: faster
+    # matmuls, and as much slower packing. numba's workers need 1.3 MiB each at T = 1024 of pairs of bf16, 1.9 of fp32: 48 or 34 of them
+    # in less than the head's logits
     # numba's matmuls of d12: with panels of 384 or 512 rows, or half the packed factors, the same within what repeats on AMD. On Intel with
     # panels half as wide 4 to 8% slower; with 384 rows 2% faster, but less exact; with twice as many rows of sums too. 20 MiB in all
     "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18, 64 << 20, 1 << 20, 64),
