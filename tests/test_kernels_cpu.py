@@ -120,36 +120,36 @@ def test_a_row_of_logits_with_a_nan_has_no_loss_and_other_rows_know_nothing_of_i
     assert not logits[0].isnan().any() and not logits[5].any()
 
 
-def test_exp_is_off_by_an_ulp_at_most_and_nothing_where_it_would_be_subnormal():
+def computed(function, x):
+    """function of each of the numbers, as a kernel has it."""
+
     @door.njit
-    def powers(out, x):
+    def compute(out, x):
         for i in range(len(x)):
-            door.store(out, i, door.exp_below_zero(door.load(x, i)))
+            door.store(out, i, function(door.load(x, i)))
 
-    x = np.concatenate([-np.geomspace(1e-30, 86.9, 200_000), -np.linspace(0, 86.9, 200_000)]).astype(np.float32)
-    out, exact = np.full_like(x, nan), np.exp(x.astype(np.float64))
-    powers(out, x)
-    assert (abs(out - exact) <= np.spacing(exact.astype(np.float32))).all()
-    beyond, out = np.array([-87.1, -104, -1e4, -3e38, -inf, nan], np.float32), np.full(6, nan, np.float32)
-    powers(out, beyond)
-    assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
+    x = np.asarray(x, np.float32)
+    out = np.full_like(x, nan)
+    compute(out, x)
+    return out
 
 
-def test_powers_of_two_are_off_by_two_ulps_at_most_and_nothing_where_they_would_soon_be_subnormal():
-    @door.njit
-    def powers(out, x):
-        for i in range(len(x)):
-            door.store(out, i, door.exp2_below_zero(door.load(x, i)))
+@pytest.mark.parametrize(
+    "function, exactly, least, ulps", [(door.exp_below_zero, np.exp, 86.9, 1), (door.exp2_below_zero, np.exp2, 125, 2)], ids=["exp", "exp2"]
+)
+def test_powers_are_off_by_an_ulp_or_two_at_most_and_nothing_where_they_would_soon_be_subnormal(function, exactly, least, ulps):
+    x = np.concatenate([-np.geomspace(1e-30, least, 200_000), -np.linspace(0, least, 200_000)]).astype(np.float32)
+    out, exact = computed(function, x), exactly(x.astype(np.float64))
+    assert (abs(out - exact) <= ulps * np.spacing(exact.astype(np.float32))).all()
+    beyond = computed(function, [-least - 0.2, -1.2 * least, -1e4, -3e38, -inf, nan])
+    assert beyond[:5].tolist() == [0.0] * 5 and np.isnan(beyond[5])
 
-    x = np.concatenate([-np.geomspace(1e-30, 125, 200_000), -np.linspace(0, 125, 200_000)]).astype(np.float32)
-    out, exact = np.full_like(x, nan), np.exp2(x.astype(np.float64))
-    powers(out, x)
-    assert (abs(out - exact) <= 2 * np.spacing(exact.astype(np.float32))).all() and (out[x == np.round(x)] == exact[x == np.round(x)]).all()
-    beyond, out = np.array([-125.1, -150, -1e4, -3e38, -inf, nan], np.float32), np.full(6, nan, np.float32)
-    powers(out, beyond)
-    assert out[:5].tolist() == [0.0] * 5 and np.isnan(out[5])
-    powers(out, np.array([1e-6, 0.3, 500, 3e38, inf, 0], np.float32))  # a sum that was rounded may be above what was summed
-    assert out.tolist() == [1.0] * 6
+
+def test_whole_powers_of_two_are_exact_and_none_is_above_one():
+    whole = np.arange(-125, 1)
+    assert (computed(door.exp2_below_zero, whole) == 2.0**whole).all()
+    above = [1e-6, 0.3, 500, 3e38, inf, 0]  # a sum that was rounded may be above what was summed
+    assert computed(door.exp2_below_zero, above).tolist() == [1.0] * 6
 
 
 @pytest.mark.parametrize("view", [door.array, door.factors])

@@ -19,7 +19,7 @@ from llmc.kernels_cpu.door import (
     store,
 )  # fmt: skip
 from llmc.kernels_cpu.tiles import (
-    LANES, close_tiles, multiply, open_tiles, pack_left, pack_right, round_factors, round_numbers, streams_lines, transpose_rows, values_of,
+    LANES, close_tiles, join_factors, multiply, open_tiles, pack_left, pack_right, round_numbers, streams_lines, transpose_rows, values_of,
     whole_depth, write_row,
 )  # fmt: skip
 from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
@@ -84,7 +84,7 @@ def _pack_weights(out, at, weights, end):
     for key in range(0, end, n):
         for query in range(0, BLOCK, LANES):
             first = key * BLOCK + query
-            round_factors(out, at + key // n * BLOCK + query, weights, first, first + (n - 1) * BLOCK)
+            join_factors(out, at + key // n * BLOCK + query, weights, first, first + (n - 1) * BLOCK)
 
 
 @shared

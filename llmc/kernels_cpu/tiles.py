@@ -341,25 +341,6 @@ def round_numbers(typing, out, at, x, x_at):
 
 
 @intrinsic
-def round_factors(typing, factors, at, x, first, second):
-    """factors[at + i] = the number x[first + i], or where factors are pairs that and x[second + i], i < LANES, fp32 rounded."""
-
-    def emit(context, builder, signature, values):
-        def numbers(at):
-            return builder.load(builder.bitcast(place_of(context, builder, x, values[2], at), FLOATS.as_pointer()), align=4)
-
-        made = numbers(values[3])
-        if factors.dtype == types.uint32:
-            low, high = (builder.zext(_as_factor_of_products(builder, numbers(at)), INTS) for at in values[3:])
-            made = builder.or_(low, builder.shl(high, INTS([16] * LANES)))
-        builder.store(made, builder.bitcast(place_of(context, builder, factors, *values[:2]), made.type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    at = types.intp
-    return types.void(factors, at, x, at, at), emit
-
-
-@intrinsic
 def copy_factor(typing, factors, index, array, first):
     """factors[index] = the factor that array[first] begins."""
 
@@ -376,7 +357,8 @@ def copy_factor(typing, factors, index, array, first):
 
 @intrinsic
 def join_factors(typing, factors, index, array, first, second):
-    """factors[index + i] = the number array[first + i], or where factors are pairs that and array[second + i], i < LANES."""
+    """factors[index + i] = the number array[first + i], or where factors are pairs that and array[second + i], i < LANES; fp32 is rounded
+    where factors are not."""
 
     def emit(context, builder, signature, values):
         def numbers(at, kind):
@@ -387,6 +369,9 @@ def join_factors(typing, factors, index, array, first, second):
             x = numbers(values[3], INTS)
         elif _widens(factors, array):
             x = _widened(builder, numbers(values[3], HALVES), INTS)
+        elif array.dtype == types.float32:
+            low, high = (builder.zext(_as_factor_of_products(builder, numbers(at, FLOATS)), INTS) for at in values[3:])
+            x = builder.or_(low, builder.shl(high, INTS([16] * LANES)))
         else:
             x = builder.or_(builder.zext(numbers(values[3], HALVES), INTS), _widened(builder, numbers(values[4], HALVES), INTS))
         builder.store(x, out, align=4)
