@@ -23,7 +23,7 @@ M_SHARE, V_DECAY, V_SHARE, EPS = (tl.constexpr(x) for x in (1 - BETA1, BETA2, 1 
 
 @jit
 def _adamw(
-    params, grads, m_state, v_state, master, master_bits, layout, numbers, grad_norm, clip,
+    weights, grads, m_state, v_state, master, master_bits, layout, numbers, grad_norm, clip,
     TENSORS: tl.constexpr, MASTER: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(CHUNK % ELEMENTS == 0)
@@ -59,10 +59,10 @@ def _adamw(
         elif MASTER == 2:
             low = tl.load(master_bits + at, mask=mask, other=0).to(tl.uint32) & 0xFFFF
             threshold = rounding_noise(column, row, last_seed) & 0xFFFF
-            upper = tl.load(params + at, mask=mask, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
+            upper = tl.load(weights + at, mask=mask, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
             p = (((upper - ((low + (0xFFFF - threshold)) >> 16)) << 16) | low).to(tl.float32, bitcast=True)
         else:
-            p = load(params + at, mask)
+            p = load(weights + at, mask)
 
         g, m, v = load(grads + at, mask), load(m_state + at, mask), load(v_state + at, mask)  # all before a division, which is a call
         g = tl.div_rn(g, tl.zeros_like(g) + divisor)
@@ -80,9 +80,9 @@ def _adamw(
             tl.store(m_state + at, m, mask=mask)
             tl.store(v_state + at, v, mask=mask)
         if MASTER == 0:
-            tl.store(params + at, p, mask=mask)
+            tl.store(weights + at, p, mask=mask)
         else:
-            tl.store(params + at, round_by(p, noise), mask=mask)
+            tl.store(weights + at, round_by(p, noise), mask=mask)
         if MASTER == 1:
             tl.store(master + at, p, mask=mask)
         if MASTER == 2:

@@ -31,33 +31,20 @@ def launch(kernel, grid, *args, num_warps=8, **constants):
 def compile_only(kernel, args, constants, num_warps, capability):
     """The compiled kernel, with .asm and .metadata, for a card of compute capability 80, 90, ...; needs no card.
 
-    args are as launch gets them: tensors, of which only type and alignment count, and numbers.
+    args are as launch gets them: tensors, of which only type and alignment count, and numbers. They are bound to the parameters by the
+    function that Triton writes for a launch, which a kernel with a parameter `params` broke, and the interpreter does not have.
     """
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    parameters = {p.name: p for p in kernel.params}
-    types = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.int64": "*i64", "torch.int32": "*i32", "torch.int16": "*i16"}
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value, specialize = args[names.index(name)], not parameters[name].do_not_specialize
-        if specialize and isinstance(value, int) and value == 1:  # as launching does
-            signature[name], constants = "constexpr", constants | {name: 1}
-            continue
-        if isinstance(value, (int, float)):
-            signature[name] = "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
-        else:
-            signature[name] = types[str(value.dtype)]
-        aligned = value.data_ptr() % 16 == 0 if hasattr(value, "data_ptr") else isinstance(value, int) and value % 16 == 0
-        if specialize and aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    keywords = constants | {"num_warps": num_warps, "enable_fp_fusion": False}
+    bound, specialization, options = bind(*args, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, specialization, options)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
 
 
 # ----------------------------------------------------------------------------
