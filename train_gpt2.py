@@ -34,7 +34,7 @@ from llmc.config import ModelConfig
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
 )  # fmt: skip
-from llmc.errors import NotEnoughMemory, RankLost, UserError, code_of_lost_output, is_out_of_memory
+from llmc.errors import NotEnoughMemory, RankLost, UserError, code_of_lost_output, end_with, is_out_of_memory
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.interrupt import StopRequest
@@ -77,25 +77,16 @@ def main(argv=None) -> int:
         print(end="", flush=True)  # here, where a failure is ours to name
         return 0
     except UserError as error:
-        print(end="", flush=True)
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return end_with(f"error: {error}", 2)
     except NotEnoughMemory as error:
-        print(end="", flush=True)
-        print(f"error: {error}\n\n{not_enough_memory(error)}", file=sys.stderr)
-        return 3
+        return end_with(f"error: {error}\n\n{not_enough_memory(error)}", 3)
     except RankLost as error:
-        print(end="", flush=True)
-        if not error.said_elsewhere:
-            print(f"error: {error}", file=sys.stderr)
-        return error.code
+        return end_with("" if error.said_elsewhere else f"error: {error}", error.code)
     except KeyboardInterrupt:
-        print("interrupted before the first step; nothing was lost", file=sys.stderr)
-        return 130
+        return end_with("interrupted before the first step; nothing was lost", 130)
     except ModuleNotFoundError as error:
         advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
-        print(f"error: {error.name} is not installed for {sys.executable}; {advice}", file=sys.stderr)
-        return 2
+        return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", 2)
     except OSError as error:
         return code_of_lost_output(error)
 
@@ -375,11 +366,10 @@ def find_tokenizer(s: Settings, config: ModelConfig):
                 "give the one the data was made with"
             )
         return tokenizer
-    for folder in (Path("."), Path(s.train_data).parent):
-        path = folder / "gpt2_tokenizer.bin"
-        if path.exists():
-            tokenizer = Tokenizer.read(path)
-            return tokenizer if tokenizer.vocab_size == config.vocab_size else None
+    if s.sample_every > 0:
+        for path in (folder / "gpt2_tokenizer.bin" for folder in (Path("."), Path(s.train_data).parent)):
+            if path.exists() and (tokenizer := Tokenizer.read(path)).vocab_size == config.vocab_size:
+                return tokenizer
     return None
 
 
@@ -468,7 +458,7 @@ def validation_due(run, step: int, last: bool, stopping: bool) -> bool:
 
 
 def hellaswag_due(run, step: int, last: bool, stopping: bool) -> bool:
-    """With validation, but for the start."""
+    """On -v's period, but not at the start, and at the end."""
     return bool(run.eval_loader) and not stopping and on_period(run.settings.val_loss_every, step, last)
 
 

@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from llmc.errors import UserError
 
@@ -365,13 +366,14 @@ def peak_resident_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
 
 
-def available_host_bytes() -> int:
-    """Memory the machine could still hand out without swapping, or this container, if it has a limit (Linux)."""
+def available_host_bytes(container: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory the machine could still hand out without swapping, or this container, if it has a limit (Linux). What caches files is free."""
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            return min(available, int(limit.read()) - int(current.read()))
+        limit, used = (int((container / f"memory.{what}").read_text()) for what in ("max", "current"))
+        kinds = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
+        return min(available, limit - used + int(kinds["active_file"]) + int(kinds["inactive_file"]))
     except (OSError, ValueError):  # no such file, or "max"
         return available

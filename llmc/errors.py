@@ -65,7 +65,7 @@ def code_of_lost_output(error: OSError) -> int:
     """The exit code where print failed, with a sentence unless who read has had enough. Raises `error` again if that is not what it is."""
     if error.filename or error.errno not in LOST_OUTPUT or _can_print():
         raise error
-    _print_nothing_more()
+    print_nothing_more()
     if error.errno != errno.EPIPE:
         print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
     return 1
@@ -78,7 +78,7 @@ def _can_print() -> bool:
         return False
 
 
-def _print_nothing_more() -> None:
+def print_nothing_more() -> None:
     """What is left in a buffer would fail once more when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -94,22 +94,23 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
             code = end.code
         print(end="", flush=True)
     except UserError as error:
-        code = _told(f"error: {error}", 2)
+        code = end_with(f"error: {error}", 2)
     except KeyboardInterrupt:
-        code = _told(on_interrupt, 130)
+        code = end_with(on_interrupt, 130)
     except OSError as error:
         if error.filename and error.strerror:
-            code = _told(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", 2)
+            code = end_with(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", 2)
         else:
             code = code_of_lost_output(error)
     sys.exit(code)
 
 
-def _told(sentence: str, code: int) -> int:
-    """The code, after the sentence; what was printed before comes first, if it can."""
+def end_with(sentence: str, code: int) -> int:
+    """The exit code, after a sentence on stderr, if there is one; what was printed before comes first, if it can."""
     try:
         print(end="", flush=True)
     except OSError:
-        _print_nothing_more()
-    print(sentence, file=sys.stderr)
+        print_nothing_more()
+    if sentence:
+        print(sentence, file=sys.stderr)
     return code

@@ -113,7 +113,8 @@ GROUPS = {
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
-        _on_off("-h", "hellaswag", 0, "score HellaSwag when validating", hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
+        _on_off("-h", "hellaswag", 0, "score HellaSwag when -v validates, but for the start, and at the end",
+           hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
     "debugging": (
         _on_off("-a", "overfit-single-batch", 0, "train on the first validation batch only, over and over"),
@@ -195,7 +196,8 @@ FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
-    0: "done, or stopped by a signal", 1: "the output cannot be written any more", 2: "one sentence on what to correct",
+    0: "done, or stopped by a signal, with a checkpoint if there is -o",
+    1: "the output cannot be written any more", 2: "one sentence on what to correct",
     3: "it does not fit in memory", LOST_CODE: "another rank was lost; start all again with -y 1", 130: "Ctrl-C before the first step",
 }  # fmt: skip
 

@@ -2,6 +2,10 @@
 
 import os
 import signal
+import sys
+from contextlib import suppress
+
+from llmc.errors import print_nothing_more
 
 
 class StopRequest:
@@ -23,8 +27,34 @@ class StopRequest:
         self.agreed |= self._alone
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
+        sys.stdout = StillPrinting(sys.stdout)
         words = f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once"
         try:
             print(words, flush=True)
         except RuntimeError:  # the signal landed inside another print, which has the buffer
-            os.write(1, f"{words}\n".encode())
+            with suppress(BrokenPipeError):
+                os.write(1, f"{words}\n".encode())
+
+
+class StillPrinting:
+    """Standard output of a run that was asked to stop: nobody may read it any more, which must not cost the checkpoint. Ctrl-C ends what
+    reads it too, as in `| tee log`."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        return self._or_nowhere(self._stream.write, text)
+
+    def flush(self):
+        self._or_nowhere(self._stream.flush)
+
+    def _or_nowhere(self, act, *args):
+        try:
+            return act(*args)
+        except BrokenPipeError:
+            print_nothing_more()
+            return act(*args)

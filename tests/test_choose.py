@@ -11,6 +11,7 @@ import pytest
 from case_a import CONFIG, write_case_a
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
+from llmc.backend import available_host_bytes
 from llmc.cards import RESERVE
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
@@ -150,7 +151,24 @@ def test_the_reason_tells_the_most_that_fits_from_what_divides():
     )
     assert choose_batch(o, budget, 22)[1] == choose_batch(o, budget, None)[1]
     reason = choose_batch(o, budget, 64)[1]
-    assert reason.startswith("-b 8: 11 sequences are the most") and reason.endswith("divides the 64 of a step")
+    assert reason.startswith("-b 8: 11 sequences are the most") and reason.endswith("which fits and divides the 64 of a step")
+
+
+def test_the_reason_names_no_step_where_any_number_is_allowed():
+    """86 sequences need more than 88 do: where the data have 86, fewer are taken, and not to divide anything."""
+    o = PlanOptions(config_from_descriptor("d12"), 1, 1024, recompute=6, device="cuda")
+    budget = total(replace(o, B=88))
+    chosen, reason = choose_batch(o, budget, None, most=86)
+    assert chosen < 86 and total(replace(o, B=chosen)) <= budget
+    assert reason.endswith(f", 86 the most that a shard of the data holds, and {chosen} is the largest number up to that which fits")
+
+
+def test_files_in_a_container_s_cache_are_free_memory(tmp_path):
+    for name, content in {"max": 2**30, "current": 900 * 2**20, "stat": "anon 5\nactive_file 104857600\ninactive_file 209715200"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    assert available_host_bytes(tmp_path) == (1024 - 900 + 300) * 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_host_bytes(tmp_path) > 2**30
 
 
 # ----------------------------------------------------------------------------

@@ -220,7 +220,7 @@ BROKEN = {
     "tokenizer: of another model": ("tokenizer.bin", lambda raw: tokenizer_bytes([b"x"] * 95, 94), "--tokenizer tokenizer.bin",
         "has 95 tokens and the model 96"),
     "tokenizer: found by chance, damaged": ("gpt2_tokenizer.bin", lambda raw: header(20240328, 2, 96, 95) + b"\x05ab",
-        "", "gpt2_tokenizer.bin", "cut short"),
+        "-s 1", "gpt2_tokenizer.bin", "cut short"),
 }  # fmt: skip
 
 
@@ -807,12 +807,46 @@ def main():
 
 run_script(main)
 """
+TRAINING_THAT_FAILS = """
+import sys, train_gpt2
+from llmc.errors import UserError
+
+def parse(words):
+    print("a line that stays in the buffer")
+    raise UserError("the reason")
+
+train_gpt2.parse = parse
+sys.exit(train_gpt2.main([]))
+"""
 
 
+@pytest.mark.parametrize("program", [FAILING, TRAINING_THAT_FAILS], ids=["a script", "training"])
 @pytest.mark.parametrize("into", ["> /dev/full", "| true"])
-def test_a_script_that_fails_says_why_although_it_could_not_print(into):
-    result = shell(f"cd {REPO}; {sys.executable} -c '{FAILING}' {into}; echo ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="")
+def test_what_fails_says_why_although_it_could_not_print(into, program):
+    result = shell(f"cd {REPO}; {sys.executable} -c '{program}' {into}; echo ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="")
     assert (result.stdout, result.stderr) == ("2\n", "error: the reason\n")
+
+
+STOPPED = """
+import signal
+from llmc.interrupt import StopRequest
+
+stop = StopRequest()
+input()
+signal.raise_signal(signal.SIGINT)
+print("a step line", flush=True)
+print("requested" if stop.requested else "not asked", end="")
+"""
+
+
+def test_a_run_asked_to_stop_goes_on_when_nobody_reads_it_any_more():
+    """As Ctrl-C ends `| tee log` too: the checkpoint is still to come."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", STOPPED], cwd=REPO, **pipes) as program:
+        program.stdout.close()
+        program.stdin.write("nobody reads now\n")
+        program.stdin.close()
+        assert (program.stderr.read(), program.wait()) == ("", 0)
 
 
 def test_training_into_head_ends_quietly(case):

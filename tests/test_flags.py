@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmc.errors import UserError
-from llmc.flags import BY_NAME, EXAMPLES, FLAGS, Settings, flag_table_markdown, format_help, parse, refuse_contradictions
+from llmc.flags import BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, Settings, flag_table_markdown, format_help, parse, refuse_contradictions
 from llmc.memory.ladder import NOT_KEPT
 
 REPO = Path(__file__).resolve().parent.parent
@@ -214,11 +215,13 @@ def test_examples_of_the_help_are_accepted(what, arguments):
     refuse_contradictions(parse(shlex.split(arguments)))
 
 
+def test_readme_lists_the_exit_codes():
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", (REPO / "README.md").read_text(encoding="utf-8"), re.M)
+    assert {int(code): meaning.replace("`", "") for code, meaning in rows} == EXIT_CODES
+
+
 def test_readme_lists_the_flags_of_the_table():
-    readme = REPO / "README.md"
-    if not readme.exists():
-        pytest.skip("no README.md yet")
-    text = readme.read_text(encoding="utf-8")
+    text = (REPO / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- flags -->") == text.count("<!-- /flags -->") == 1, (
         "README.md needs <!-- flags --> and <!-- /flags --> around the list"
     )

@@ -437,6 +437,12 @@ def test_a_tokenizer_of_another_vocabulary_found_by_chance_is_not_used(case, tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2_tokenizer.bin").write_bytes(tokenizer_bytes([b"x"] * 5, 4))
     assert re.search(r"generating:\n---\n\d+ \d+\n---", ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g 3"))
+    data = write_case_a(tmp_path / "data")
+    (data / "gpt2_tokenizer.bin").write_bytes(tokenizer_bytes([b"y"] * 95 + [b"end"], 95))
+    assert "yy\n---" in ran(*inputs(data), "-b 1 -t 8 -x 0 -v 0 -g 3")  # and keeps none from the next place that is looked at
+    (tmp_path / "gpt2_tokenizer.bin").write_bytes(b"damaged")
+    assert run(*inputs(data), "-b 1 -t 8 -x 0 -v 0 -s 1").code == 2
+    assert run(*inputs(data), "-b 1 -t 8 -x 0 -v 0 -s 0").code == 0
 
 
 def test_a_tokenizer_that_cuts_characters_prints_a_replacement(case, tmp_path):

@@ -109,7 +109,9 @@ def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | 
     return old
 
 
-TEMPORARY = re.compile(r"(model_\d+\.bin|state_\d+_\d+\.bin|extra_\d+_\d+\.json|DONE_\d+|shared_[0-9a-f]+)\.tmp")
+TEMPORARY = re.compile(
+    r"(model_\d+\.bin|state_\d+_\d+\.bin|extra_\d+_\d+\.json|DONE_\d+|(shared|writable)_\w+|memory\.json|(main|speed)\.log)\.tmp"
+)
 
 
 def prepare_folder(folder) -> None:

@@ -63,7 +63,8 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
     if limit != fits:
         reason += f", {limit} the most that a shard of the data holds"
     if B != limit:
-        reason += f", and {B} is the largest number up to that which divides the {total_sequences} of a step"
+        reason += f", and {B} is the largest number up to that which fits"
+        reason += f" and divides the {total_sequences} of a step" * bool(total_sequences)
     return B, reason
 
 
