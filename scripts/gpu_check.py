@@ -32,7 +32,7 @@ from llmc.kernels import launch_problem
 from llmc.memory import plan as memory_plan
 from llmc.memory.plan import PlanOptions
 from scripts import gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
-from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, device_is_lost, free_memory, last_lines, new_record
+from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_lost, free_memory, last_lines, new_record
 from scripts.gpu_report import markdown, print_summary
 
 
@@ -105,11 +105,11 @@ SECTIONS = (
     Section("tests", "The project's own tests", gpu_steps.tests, 30),
     Section("steps", "A training step", gpu_steps.steps, 15),
     Section("compile", "The same step in plain PyTorch", gpu_compared.compared, 45),
+    Section("larger", "Larger models", gpu_steps.larger, 25),
+    Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
     Section("small_batches", "Small batches: graph, eager and torch.compile", gpu_compared.small_batches, 40),
     Section("llmc", "llm.c itself, the same step", gpu_llmc.llmc, 20),
     Section("kernels", "Every kernel", gpu_kernels.kernels, 10),
-    Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
-    Section("larger", "Larger models", gpu_steps.larger, 25),
     Section("matmuls", "Matrix products", gpu_kernels.matmuls, 8),
     Section("attention", "Attention", gpu_kernels.attention, 8),
     Section("gelu_fusion", "GELU inside the matmul", gpu_kernels.gelu_fusion, 5),
@@ -152,7 +152,7 @@ def run_section(run, section, record):
     except Skip as why:
         record["reason"] = str(why)
     except Exception as error:
-        record |= {"status": "failed", "reason": last_lines(error, 1)}
+        record |= {"status": "failed", "reason": cause_of(error)}
         record["errors"].append({"what": section.title, "lines": last_lines(error)})
     record["seconds"] = round(time.monotonic() - start, 1)
     if record["status"] == "ran" and record["errors"] and not any(record["tables"].values()):

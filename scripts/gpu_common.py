@@ -90,6 +90,11 @@ def attempt(record, what):
             raise
 
 
+def cause_of(error) -> str:
+    """Its kind and the first line it says: CUDA's errors go on with general advice."""
+    return traceback.format_exception_only(error)[-1].splitlines()[0]
+
+
 def last_lines(error, lines=8) -> str:
     return "\n".join("".join(traceback.format_exception(error)).strip().splitlines()[-lines:])
 

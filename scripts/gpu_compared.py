@@ -5,7 +5,7 @@ import time
 import torch
 
 from scripts.bench_pytorch import PyTorchTrainer
-from scripts.gpu_common import attempt, last_lines, random_tokens, summarize, table, time_each, while_time
+from scripts.gpu_common import attempt, cause_of, random_tokens, summarize, table, time_each, while_time
 from scripts.gpu_steps import measure_steps, measured_peak, our_step, speed, warm_up, why_no_graphs
 
 ROUNDS = 3  # of steps that are measured in turn
@@ -34,8 +34,10 @@ def torch_step(run, record, config, B, T, **options):
         try:
             torch.compiler.reset()
             return build(True), "torch.compile"
+        except torch.OutOfMemoryError:  # without a compiler it takes more
+            raise
         except Exception as error:
-            why = last_lines(error, 4)
+            why = cause_of(error)
     note = f"plain PyTorch ran eagerly, not under torch.compile: {why}"
     if note not in record["notes"]:
         record["notes"].append(note)

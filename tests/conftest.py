@@ -1,6 +1,7 @@
 """Shared fixtures: the golden case A, written anew, and small helpers every test file may use."""
 
 import os
+import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no reference material at {SHARED}")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def signals_of_before():
+    """A training run here takes SIGINT and SIGTERM, and would answer for pytest by the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_a_run_with_graphs_writes_what_one_without_writes(tmp_path):
     """The whole program, stopped and resumed with the other kind of step in between."""
     case = write_case_a(tmp_path / "case")
     common = ["-e", "d6", "-i", f"{case}/train_*.bin", "-j", f"{case}/val.bin", "-y", "1",
-              *"--precision bf16 -n 4 -b 4 -t 32 -d 384 -v 3 -m 2 -s 5 -g 8 --device cuda -k constant".split()]  # fmt: skip
+              *"--precision bf16 -n 4 -b 4 -t 32 -d 384 -v 4 -m 2 -s 5 -g 8 --device cuda -k constant".split()]  # fmt: skip
     for folder, steps, graph in (("eager", "8", "0"), ("graph", "8", "1"), ("both", "4", "1"), ("both", "8", "0"), ("auto", "8", "auto")):
         assert train_gpt2.main([*common, "-o", str(tmp_path / folder), "-x", steps, "--cuda-graph", graph]) == 0
     for name in ("main.log", "model_00000008.bin", "state_00000008_00000.bin", "extra_00000008_00000.json"):
