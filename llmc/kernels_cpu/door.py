@@ -233,27 +233,13 @@ plus = _binary(types.float32, types.float32, lambda builder, a, b: builder.fadd(
 
 
 @intrinsic
-def order_of(typing, x):
-    """An int32 that is larger the larger x, an fp32, is."""
-    return types.int32(types.float32), lambda context, builder, signature, values: _fold(builder, builder.bitcast(values[0], INT32))
+def larger(typing, a, b):
+    """The larger of two integers of one type."""
 
+    def emit(context, builder, signature, values):
+        return builder.select(builder.icmp_signed(">", *values), *values)
 
-@intrinsic
-def from_order(typing, x):
-    """The fp32 of an order_of."""
-    return types.float32(types.int32), lambda context, builder, signature, values: builder.bitcast(_fold(builder, values[0]), FLOAT)
-
-
-def _fold(builder, bits):
-    """Negative floats, whose integers ascend away from zero, turned around; the same function turns them back."""
-    return builder.xor(bits, builder.lshr(builder.ashr(bits, INT32(31)), INT32(1)))
-
-
-def _larger(builder, a, b):
-    return builder.select(builder.icmp_signed(">", a, b), a, b)
-
-
-larger = _binary(types.int32, types.int32, _larger)
+    return a(a, a), emit
 
 
 @intrinsic
@@ -409,6 +395,34 @@ def store_bits(typing, array, index, x):
     return types.void(array, types.intp, types.uint32), emit
 
 
+@intrinsic
+def load_order(typing, array, index):
+    """An integer, as wide as array[index], that is larger the larger that number is."""
+
+    def emit(context, builder, signature, values):
+        bits = builder.load(place_of(context, builder, array, *values))
+        return _fold(builder, bits if array.dtype == types.uint16 else builder.bitcast(bits, INT32))
+
+    return (types.int16 if array.dtype == types.uint16 else types.int32)(array, types.intp), emit
+
+
+@intrinsic
+def number_of(typing, order):
+    """The number, as fp32, of a load_order."""
+
+    def emit(context, builder, signature, values):
+        bits = _fold(builder, *values)
+        return builder.bitcast(builder.shl(builder.zext(bits, INT32), INT32(16)) if order == types.int16 else bits, FLOAT)
+
+    return types.float32(order), emit
+
+
+def _fold(builder, bits):
+    """Negative numbers, whose bits as integers ascend away from zero, turned around; the same function turns them back."""
+    sign = builder.ashr(bits, bits.type(bits.type.width - 1))
+    return builder.xor(bits, builder.lshr(sign, bits.type(1)))
+
+
 # ----------------------------------------------------------------------------
 # arithmetic
 
@@ -482,15 +496,3 @@ def exp2_below_zero(t):
 def exp_below_zero(d):
     """exp(d) for d <= 0; nothing below -87, where it would soon be subnormal."""
     return select(d < LEAST_EXPONENT, F0, exp(d))
-
-
-LEAST = np.int32(-(2**31))
-
-
-@helper
-def largest_of(array, first, n):
-    """The largest of n numbers. A NaN counts as larger than any, or, with a sign, as smaller; a sum of differences from this will tell."""
-    largest = LEAST
-    for i in range(first, first + n):
-        largest = larger(largest, order_of(load(array, i)))
-    return from_order(largest)

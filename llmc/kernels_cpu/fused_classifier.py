@@ -1,21 +1,34 @@
 """Softmax, cross-entropy and the logits' gradient, in place: see llmc/layers/fused_classifier.py.
 
-A thread takes a row at a time: its maximum; its exponentials, which stay in the core's cache in fp32; from these its gradient.
+A thread takes a row at a time: its maximum; its exponentials, which stay in the core's cache in fp32, while the next row is fetched; from
+these its gradient.
 """
 
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, aligned, array, exp_below_zero, helper, jit, largest_of, load, plus, prange, store
+from llmc.kernels_cpu.door import (
+    F0, aligned, array, exp_below_zero, fetch, helper, jit, larger, load, load_order, number_of, plus, prange, store,
+)  # fmt: skip
 
 BLOCK = 1024  # exponentials that are summed in fp32; the sums of blocks in fp64
 
 
 @helper
-def _exponentials(powers, logits, first, V, largest):
+def _largest_of(logits, first, V):
+    """A NaN counts as larger than any, or, with a sign, as smaller; a sum of differences from this will tell."""
+    largest = load_order(logits, first)
+    for i in range(first, first + V):
+        largest = larger(largest, load_order(logits, i))
+    return number_of(largest)
+
+
+@helper
+def _exponentials(powers, logits, first, V, Vp, largest):
     """powers (V,) = exp(logit - largest); returns their sum, fp64."""
     total = 0.0
     for at in range(0, V, BLOCK):
+        fetch(logits, first + Vp + at, BLOCK)
         block_sum = F0
         for c in range(at, min(at + BLOCK, V)):
             power = exp_below_zero(load(logits, first + c) - largest)
@@ -40,8 +53,8 @@ def _classify(logits, losses, targets, dloss, n, rows_each, parts, V, Vp):
         for row in range(np.int64(part) * rows_each, min((np.int64(part) + 1) * rows_each, n)):
             first, target = row * Vp, targets[row]
             target_logit = load(logits, first + target)
-            largest = largest_of(logits, first, V)
-            total = _exponentials(powers, logits, first, V, largest)
+            largest = _largest_of(logits, first, V)
+            total = _exponentials(powers, logits, first, V, Vp, largest)
             losses[row] += np.float32(np.log(total) - (np.float64(target_logit) - np.float64(largest)))
             if dloss is not None:
                 scale = np.float32(np.float64(dloss) / total)

@@ -1,7 +1,8 @@
 """LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
 
-A thread takes a row at a time, widened to fp32 in the core's cache, and has the next one fetched meanwhile. Backward is a fixed number
-of parts, each a range of rows, whose sums for the weight, the bias and the projection's bias are partials that are then added in order.
+A thread takes a row at a time, widened to fp32 in the core's cache, and has the next one fetched meanwhile: a tensor before each pass, as
+a core can wait for only so many lines at once. Backward is a fixed number of parts, each a range of rows, whose sums for the weight, the
+bias and the projection's bias are partials that are then added in order.
 """
 
 import numpy as np
@@ -52,12 +53,12 @@ def _layernorm_forward(out, mean, rstd, inp, residual, weight, bias, n, parts):
     for part in prange(parts):
         x = aligned(C)
         for row in range(np.int64(part) * ROWS, min(np.int64(part) * ROWS + ROWS, n)):
+            fetch(inp, row * C + C, C)
+            _read_row(x, inp, residual, row * C)
             if residual is not None:
                 fetch(residual, row * C + C, C)
-            fetch(inp, row * C + C, C)
-            fetch_to_write(out, row * C + C, C)
-            _read_row(x, inp, residual, row * C)
             mean[row], rstd[row] = _statistics(x)
+            fetch_to_write(out, row * C + C, C)
             _normalize(out, row * C, x, 0, C, mean[row], rstd[row], weight, bias)
 
 
@@ -119,10 +120,10 @@ def _layernorm_backward(dresidual, partials, projection, dout, inp, weight, mean
             for row in range(tile, min(tile + TILE_ROWS, end)):
                 m, r = load(mean, row), load(rstd, row)
                 fetch(dout, row * C + C, C)
-                fetch(inp, row * C + C, C)
-                fetch_to_write(dresidual, row * C + C, C)
                 _sum_weight_and_bias(total, x_hat, g, dout, inp, row * C, weight, m, r)
+                fetch(inp, row * C + C, C)
                 g_mean, gx_mean = _means(x_hat, g)
+                fetch_to_write(dresidual, row * C + C, C)
                 _add_to_stream(dresidual, row * C, total, x_hat, g, g_mean, gx_mean, r, projection)
             add_row(partials, partial, total, 0, 3 * C)
 
