@@ -168,6 +168,7 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
         ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "torch"}[o.matmul]
         if o.multiplied_in != o.precision:
             ways["matmul"] += " of factors widened to fp32"
+        ways["graphs"] = "on" if graphs else "off"
     if o.device == "cuda":
         ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
@@ -316,13 +317,13 @@ def build_model(run):
     from llmc.distributed.sharing import Sharing
     from llmc.distributed.tensor_parallel import Divided, Undivided
     from llmc.gpt2 import GPT2
-    from llmc.graphs import Graphs
+    from llmc.graphs import graphs_on
 
     sharing = None
     if plan.options.world > 1:
         same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
         sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world.moved)
-    model = GPT2(plan, run.backend.device, sharing, Graphs() if run.graphs else None)
+    model = GPT2(plan, run.backend.device, sharing, graphs_on(run.backend.kind) if run.graphs else None)
     if run.source.file is None:
         model.init_random()
     elif run.source.resume_step is None:

@@ -1,11 +1,13 @@
-"""CUDA graphs: work that is launched again and again, launched as one.
+"""Graphs: work that is launched again and again, launched as one.
 
-All addresses are the plan's, and what changes from step to step lies in device memory, so a step captured once is every step. Launching
-it takes the host some ten microseconds instead of some milliseconds, which is what a small batch waits for.
+All addresses are the plan's, and what changes from step to step lies in its memory, so a step captured once is every step. On a GPU it is
+a CUDA graph, which takes the host some ten microseconds to launch instead of some milliseconds, for which a small batch waits. On a CPU it
+is a list of calls: see llmc/kernels_cpu/recording.py.
 """
 
 import gc
 from contextlib import suppress
+from functools import partial
 
 from llmc.errors import UserError, is_out_of_memory, lines_of
 
@@ -13,14 +15,11 @@ from llmc.errors import UserError, is_out_of_memory, lines_of
 class Graphs:
     """Runs work by name: as it comes the first time, which sets libraries up; from then on as a graph, captured the second time.
 
-    All graphs share one pool of memory for what their library calls allocate: they run one after the other, on one stream, and leave
-    nothing there that is read later. They live as long as this object.
-    capture(work, pool) returns what has a replay(); it launches nothing.
+    They live as long as this object. capture(work) returns what has a replay(); it launches nothing.
     """
 
-    def __init__(self, capture=None, pool=None):
-        self._capture, self._pool = capture or capture_cuda_graph, pool or new_pool()
-        self._seen, self._graphs = set(), {}
+    def __init__(self, capture):
+        self._capture, self._seen, self._graphs = capture, set(), {}
 
     def run(self, name: str, work) -> None:
         """Do work(), which must be the same every time for this name. Raises UserError where it cannot be captured."""
@@ -34,13 +33,13 @@ class Graphs:
 
     def _captured(self, name, work):
         try:
-            return self._capture(work, self._pool)
+            return self._capture(work)
         except Exception as error:
             reasons = list(causes(error))
             for reason in filter(is_out_of_memory, reasons):
                 raise reason  # and not the end of the capture, which only says that it is broken
             reason = lines_of(reasons[-1])[0]
-            raise UserError(f"the {name} cannot be captured as a CUDA graph ({reason}); use --cuda-graph 0") from error
+            raise UserError(f"the {name} cannot be captured as a graph ({reason}); use --cuda-graph 0") from error
 
 
 def causes(error):
@@ -50,10 +49,19 @@ def causes(error):
         error = error.__cause__ or error.__context__
 
 
-def new_pool():
+def graphs_on(kind: str) -> Graphs:
+    """Graphs of a device, cuda or cpu.
+
+    CUDA's share one pool of memory for what their library calls allocate: they run one after the other, on one stream, and leave nothing
+    there that is read later.
+    """
+    if kind == "cpu":
+        from llmc.kernels_cpu.recording import Recording
+
+        return Graphs(Recording)
     import torch
 
-    return torch.cuda.graph_pool_handle()
+    return Graphs(partial(capture_cuda_graph, pool=torch.cuda.graph_pool_handle()))
 
 
 def capture_cuda_graph(work, pool):

@@ -22,7 +22,7 @@ from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.layout import divides
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.plan import Plan, PlanOptions, widens
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
@@ -182,12 +182,12 @@ def settle_kernels_of(s: Settings, backend) -> tuple[Settings, list[str]]:
 
 
 def check_graphs(s: Settings, o: PlanOptions) -> bool:
-    """Whether steps run as CUDA graphs. Raises UserError where --cuda-graph 1 cannot be honoured."""
-    why_not = ""
-    if o.device != "cuda":
-        why_not = "graphs are a GPU's, and this run is on a CPU; use a GPU"
-    elif o.kernel_set != "triton":
-        why_not = "torch's operators ask the host for numbers in the middle of a step; use --kernels triton"
+    """Whether steps run as graphs: CUDA's, on a CPU lists of calls. Raises UserError where --cuda-graph 1 cannot be honoured."""
+    why_not, kernels = "", "triton" if o.device == "cuda" else "numba"
+    if o.kernel_set != kernels:
+        why_not = f"torch's operators ask the host for numbers in the middle of a step; use --kernels {kernels}"
+    elif o.device == "cpu" and widens(o):
+        why_not = "torch's matmuls of widened factors take their precision from the host; use --matmul numba"
     elif o.world > 1:
         why_not = "what several processes tell each other is not captured; use one process"
     elif o.offload_residual:

@@ -29,7 +29,7 @@ from llmc.config import config_from_descriptor
 from llmc.errors import UserError, run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
-from llmc.graphs import Graphs
+from llmc.graphs import graphs_on
 from llmc.kernels import other_matmuls
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
@@ -88,7 +88,7 @@ class OurTrainer:
         words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
         s, _ = settle_kernels_of(parse(words.split()), backend)
         options = plan_options(s, config, precision, backend.kind)
-        graphs = Graphs() if check_graphs(s, options) else None
+        graphs = graphs_on(backend.kind) if check_graphs(s, options) else None
         self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
         self.model.init_random()
         self.steps = 0

@@ -20,7 +20,7 @@ from llmc.cards import RESERVE
 from llmc.data.order import token_order
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
-from llmc.graphs import Graphs
+from llmc.graphs import graphs_on
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
@@ -162,7 +162,7 @@ def why_no_graphs(run, options) -> str:
     """Why a step of these options does not run as graphs here; empty if it does, as in the program."""
     if not run.graphs:
         return "graphs did not work here"
-    return "" if check_graphs(parse([]), options) else "graphs are for a GPU with Triton's kernels, and without --offload-residual"
+    return "" if check_graphs(parse([]), options) else "graphs are of kernels, and without --offload-residual"
 
 
 def our_step(run, config, B, T, graphs=True, **forms):
@@ -172,7 +172,7 @@ def our_step(run, config, B, T, graphs=True, **forms):
     """
     plan = Plan(run.options(config, B, T, **forms))
     with_graphs = graphs and not why_no_graphs(run, plan.options)
-    model = GPT2(plan, run.backend.device, graphs=Graphs() if with_graphs else None)
+    model = GPT2(plan, run.backend.device, graphs=graphs_on(run.backend.kind) if with_graphs else None)
     generator = torch.Generator(run.backend.device).manual_seed(0)
     model.flat["parameters"].normal_(0, 0.02, generator=generator)
     for p in PARAMETERS:

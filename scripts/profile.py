@@ -576,9 +576,9 @@ def report_lines(profile: Profile) -> list[str]:
     """The lines to print: what was measured, the rows by phase, the rows by kind, MFU."""
     step, plain_ms = profile.step, profile.plain_step_ms
     lines = [f"{profile.title} on {profile.machine}", *profile.run.notes]
-    if profile.run.backend.kind == "cuda":
-        lines.append("this is the eager step, each operation launched by itself, between events on the device: where that waits for the "
-                     "host, launching counts. A CUDA graph of the step waits less")  # fmt: skip
+    if profile.run.graphs:
+        lines.append("this is the eager step, each operation launched by itself: launching counts where that is waited for. A graph of the "
+                     "step, as train_gpt2.py runs it, waits less")  # fmt: skip
     table = []
     for phase, rows in groupby(profile.rows, key=lambda row: row.phase):
         rows = list(rows)

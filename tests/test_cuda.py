@@ -17,7 +17,7 @@ from case_a import write_case_a
 from llmc.backend import open_backend
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
-from llmc.graphs import Graphs
+from llmc.graphs import graphs_on
 from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row, pack_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight
 from llmc.memory.ladder import NOT_KEPT
@@ -130,7 +130,7 @@ def steps_and_evaluations(graphs, precision, accumulation=3, steps=4, **forms):
 def test_graphs_and_eager_give_the_same_bits(precision, forms):
     eager = steps_and_evaluations(None, precision, **forms)
     for _ in range(2):
-        assert steps_and_evaluations(Graphs(), precision, **forms) == eager
+        assert steps_and_evaluations(graphs_on("cuda"), precision, **forms) == eager
 
 
 @gpu
@@ -264,5 +264,5 @@ def test_allocated_memory_is_the_plan(level):
 @pytest.mark.parametrize("level", [0, 2, 5])
 def test_allocated_memory_is_the_plan_with_graphs_too(level):
     """Their pool holds what library calls return, which the plan has; the first step, which runs as it comes, gave its own back."""
-    peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=level, device="cuda"), Graphs())
+    peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=level, device="cuda"), graphs_on("cuda"))
     assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + CUBLAS_BYTES

@@ -92,7 +92,7 @@ def test_without_triton_its_sections_are_skipped_with_the_reason(tmp_path):
     for name in ("kernels", "tune"):
         assert sections[name]["status"] == "skipped" and "no triton in this environment" in sections[name]["reason"]
     assert sections["steps"]["status"] == "ran" and len(sections["steps"]["tables"][""]) == 3
-    assert sections["steps"]["not_run"][0].startswith(f"{EAGER}: graphs are for a GPU with Triton's kernels")
+    assert sections["steps"]["not_run"][0].startswith(f"{EAGER}: graphs are of kernels")
     assert sections["profile"]["reason"] == "not among the sections of --only"
 
 
@@ -224,14 +224,14 @@ def replayed_on_a_cpu(monkeypatch):
     asked = []
 
     class Stub(Graphs):
-        def __init__(self):
-            super().__init__(lambda work, pool: SimpleNamespace(replay=work), "pool")
+        def __init__(self, kind):
+            super().__init__(lambda work: SimpleNamespace(replay=work))
 
         def run(self, name, work):
             asked.append(name)
             super().run(name, work)
 
-    monkeypatch.setattr(gpu_steps, "Graphs", Stub)
+    monkeypatch.setattr(gpu_steps, "graphs_on", Stub)
     for module in (gpu_steps, gpu_compared):
         monkeypatch.setattr(module, "why_no_graphs", lambda run, options: "" if run.graphs else "graphs did not work here")
     return asked
@@ -260,7 +260,7 @@ def test_graphs_are_left_out_where_the_program_leaves_them_out(run):
     card = dict(device="cuda", kernels="triton")
     assert gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **card)) == ""
     for forms in (card | {"kernels": "torch"}, card | {"offload_residual": True}, card | {"device": "cpu"}):
-        assert "graphs are for a GPU" in gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **forms))
+        assert "graphs are of kernels" in gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **forms))
     run.graphs = False
     assert gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **card)) == "graphs did not work here"
 
@@ -336,7 +336,8 @@ def test_small_batches_are_measured_in_turn_and_compared_with_pytorch(run, monke
 @pytest.mark.parametrize("name", STAGED)
 def test_of_an_operation_in_halves_only_the_launch_is_timed(run, name, monkeypatch):
     pytest.importorskip("triton")
-    from llmc.kernels import adamw, door, encoder
+    from llmc.kernels import door
+    from llmc.layers import adamw, encoder
 
     copied, launched = count(), []
     for module in (adamw, encoder):

@@ -7,17 +7,15 @@ import contextlib
 import gc
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="no triton here, and graphs are of its kernels: python -m pip install triton")
 
 from recorded_graph import RecordedGraph
-from test_kernels import patched_once, raw, sized_chunks  # noqa: F401  (a fixture, which makes the interpreter twice as fast)
+from test_kernels import patched_once, sized_chunks  # noqa: F401  (a fixture, which makes the interpreter twice as fast)
+from whole_steps import TINY, B, T, trained
 
-from llmc.config import ModelConfig
-from llmc.data.order import token_order
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs, capture_cuda_graph
@@ -25,9 +23,6 @@ from llmc.memory import plan as plan_module
 from llmc.memory.plan import Plan, PlanOptions
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a card tests/test_cuda.py has real graphs")
-
-TINY = ModelConfig(max_seq_len=8, vocab_size=21, num_layers=2, num_heads=2, channels=16, padded_vocab_size=24)
-B, T, ACCUM = 2, 5, 2
 
 
 @pytest.fixture
@@ -51,35 +46,14 @@ class Recorded:
 
     def __init__(self):
         self.captured, self.model = 0, None
-        self.graphs = Graphs(self.capture, pool="none")
+        self.graphs = Graphs(self.capture)
 
-    def capture(self, work, pool):
-        assert pool == "none"
+    def capture(self, work):
         self.captured += 1
         graph = RecordedGraph([*self.model.flat.values(), *self.model.acts.values()])
         graph.capture(work)
         assert graph.outside == []
         return graph
-
-
-def batch(number):
-    tokens = np.random.default_rng(number).integers(0, TINY.vocab_size, (2, B, T))
-    return tokens[0], tokens[1]
-
-
-def trained(model, steps=3):
-    """Everything that training, evaluating in between and the optimizer leave: bytes by name."""
-    left = {}
-    for step in range(steps):
-        for micro_step in range(ACCUM):
-            inputs, targets = batch(10 * step + micro_step)
-            model.train(inputs, targets, ACCUM, micro_step, token_order(inputs))
-        norm = model.grad_norm()
-        left[f"loss {step}"], left[f"norm {step}"] = raw(model.acts["loss_sum"]), raw(model.acts["grad_norm"])
-        left[f"gradients {step}"] = raw(model.flat["gradients"])
-        model.update(1e-2 / (step + 1), 0.1, step + 1, norm)
-        left[f"evaluation {step}"] = raw(model.token_losses(*batch(1000 + step)))
-    return left | {name: raw(arena) for name, arena in model.flat.items()}
 
 
 @pytest.mark.parametrize("options", [
@@ -110,23 +84,23 @@ def test_weights_that_were_loaded_are_those_that_graphs_use(no_grad):
 
 def test_work_runs_once_as_it_comes_and_is_captured_once():
     did = []
-    graphs = Graphs(lambda work, pool: did.append(("capture", pool)) or SimpleNamespace(replay=lambda: did.append("replay")), "pool")
+    graphs = Graphs(lambda work: did.append("capture") or SimpleNamespace(replay=lambda: did.append("replay")))
     for _ in range(3):
         graphs.run("step", lambda: did.append("run"))
     graphs.run("other", lambda: did.append("run other"))
-    assert did == ["run", ("capture", "pool"), "replay", "replay", "run other"]
+    assert did == ["run", "capture", "replay", "replay", "run other"]
 
 
 def test_what_cannot_be_captured_is_a_sentence_with_a_way_out_but_running_out_of_memory_is_itself():
     def refuse(text):
-        def capture(work, pool):
+        def capture(work):
             raise RuntimeError(text)
 
-        graphs = Graphs(capture, "pool")
+        graphs = Graphs(capture)
         graphs.run("update", lambda: None)
         graphs.run("update", lambda: None)
 
-    with pytest.raises(UserError, match=r"^the update cannot be captured as a CUDA graph \(operation not permitted\); use --cuda-graph 0$"):
+    with pytest.raises(UserError, match=r"^the update cannot be captured as a graph \(operation not permitted\); use --cuda-graph 0$"):
         refuse("operation not permitted\nmore of it")
     with pytest.raises(RuntimeError, match="out of memory"):
         refuse("CUDA out of memory")
@@ -135,26 +109,26 @@ def test_what_cannot_be_captured_is_a_sentence_with_a_way_out_but_running_out_of
 def test_the_reason_is_what_went_wrong_first():
     """The end of a capture that is broken raises too, and says no more than that."""
 
-    def capture(work, pool):
+    def capture(work):
         try:
             raise ValueError("a number was asked for")
         except ValueError:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    graphs = Graphs(capture, "pool")
+    graphs = Graphs(capture)
     graphs.run("norm", lambda: None)
     with pytest.raises(UserError, match=r"\(a number was asked for\)"):
         graphs.run("norm", lambda: None)
 
 
 def test_memory_that_ran_out_in_a_capture_is_what_comes_out_of_it_though_its_end_raises_too():
-    def capture(work, pool):
+    def capture(work):
         try:
             raise RuntimeError("CUDA out of memory")
         except RuntimeError:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    graphs = Graphs(capture, "pool")
+    graphs = Graphs(capture)
     graphs.run("micro-step", lambda: None)
     with pytest.raises(RuntimeError, match="^CUDA out of memory$"):
         graphs.run("micro-step", lambda: None)

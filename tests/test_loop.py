@@ -228,8 +228,8 @@ def test_a_cpu_without_bf16_widens_factors_says_so_and_measures_what_it_multipli
         data = ["-i", case / "train_*.bin", "-j", case / "val.bin", "-e", tmp_path / "bf16.bin"]
         runs[native] = ran(*data, "-b 2 -t 32 -x 3 -v 0 -s 0", faked=measured)
     assert peaks == [("bf16", 0), ("fp32", 0)]
-    assert ", matmul: torch\n" in runs[True] and "TFLOP/s in bf16\n" in runs[True]
-    assert ", matmul: torch of factors widened to fp32\n" in runs[False] and "TFLOP/s in fp32\n" in runs[False]
+    assert ", matmul: torch, graphs: o" in runs[True] and "TFLOP/s in bf16\n" in runs[True]
+    assert ", matmul: torch of factors widened to fp32, graphs: off\n" in runs[False] and "TFLOP/s in fp32\n" in runs[False]
     native, widened = (np.array([float(loss) for loss in losses(out)]) for out in runs.values())
     assert len(native) == 3 and abs(native - widened).max() <= 0.01 * native.max()
 
@@ -243,7 +243,7 @@ def test_numba_s_matmuls_train_as_torch_s_do_and_are_measured_beside_them(case):
         data = ["-i", case / "train_*.bin", "-j", case / "val.bin", "-e", case / "model.bin"]
         runs[matmul] = ran(*data, "-b 4 -t 32 -x 3 -v 0 -s 0 --kernels numba --matmul", matmul, faked=fakes)
     assert measured == [0, 1]
-    assert ", matmul: torch\n" in runs["native"] and ", matmul: numba\n" in runs["numba"]
+    assert ", matmul: torch, graphs: on\n" in runs["native"] and ", matmul: numba, graphs: on\n" in runs["numba"]
     native, numba = (np.array([float(loss) for loss in losses(out)]) for out in runs.values())
     assert len(native) == 3 and abs(native - numba).max() <= 1e-5
 

@@ -185,7 +185,7 @@ def test_torchrun_starts_parts(folder, in_parts):
     ("-pn 2 --tensor-parallel 2 --tp-recompute-allgather 0 -r 2", "-r 2 does not keep them; use -r 0 or -r 1"),
     ("-pn 2 --tensor-parallel 2 -ge 1", "-ge 1 fuses GELU into matmuls of a GPU"),
     ("-pn 2 --tensor-parallel 2 --offload-residual", "--offload-residual moves residuals from a GPU"),
-    ("-pn 2 --tensor-parallel 2 --cuda-graph 1", "--cuda-graph 1: graphs are a GPU's"),
+    ("-pn 2 --tensor-parallel 2 --cuda-graph 1", "--cuda-graph 1: what several processes tell each other is not captured"),
     ("-pn 2 --tensor-parallel 2 --cuda-graph 1 --device cuda", "--cuda-graph 1: what several processes tell each other is not captured"),
     ("-pn 6 --tensor-parallel 2 -z 1", "-z 1 shares every tensor out over 3 processes, which do not divide both C / 2 = 32"),
     ("-pn 2 --tensor-parallel 0", "--tensor-parallel"),

@@ -142,7 +142,7 @@ TRITON_ROOM = {
     "ln1_backward": {"column_partials"}, "lnf_backward": {"column_partials"},
     "update": {"update_layout", "update_numbers"},
 }  # fmt: skip
-NUMBA_ROOM = {stage: names for stage, names in TRITON_ROOM.items() if stage != "update"}
+NUMBA_ROOM = dict(TRITON_ROOM)
 # of attention on a CPU: numba's kernels have other room than torch's operations, which serve beside Triton's kernels too
 for rooms, names in (
     (TORCH_ROOM, "rows scores stats mask"),
@@ -303,7 +303,8 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("triton", "column_partials", "dln2"), ("triton", "column_partials", "lnf"),
     ("triton", "token_order", "dresidual"), ("triton", "token_order", "token_groups"), ("triton", "update_layout", "grad_norm"),
     ("triton", "norm_partials", "losses"), ("triton", "update_parameter", "noise"), ("triton", "token_seed", "fch"),
-    ("numba", "column_partials", "dfch"), ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
+    ("numba", "column_partials", "dfch"), ("numba", "token_groups", "dresidual"), ("numba", "update_numbers", "grad_norm"),
+    ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
     ("numba", "attention_bias", "dqkvr"), ("numba", "matmul_sums", "datty"), ("numba", "matmul_packed", "fch"),
     ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
@@ -356,7 +357,8 @@ def test_each_form_has_its_own_working_room_and_no_other(config, B, T):
     everyone_s = {"losses"}
     room = {kernels: set().union(*names.values()) - everyone_s for kernels, names in ROOMS.items()}
     room["torch"] |= {"sample_rows"}
-    room["triton"] |= {"token_order", "token_groups", "token_seed"}
+    for kernels in ("triton", "numba"):
+        room[kernels] |= {"token_order", "token_groups", "token_seed"}
     for o in all_options(config, B, T):
         others = set().union(*room.values()) - room[o.kernel_set] - (OUTSIDE["checkpoint"] if o.fused else set())
         assert not others & set(Plan(o).tensors)

@@ -155,16 +155,21 @@ def test_the_other_device_s_kernels_are_refused(triton, flags, capability, sente
 
 
 @pytest.mark.parametrize("flags, kind, graphs", [
-    ("", "cuda", True), ("--cuda-graph 1", "cuda", True), ("--cuda-graph 0", "cuda", False), ("", "cpu", False),
+    ("", "cuda", True), ("--cuda-graph 1", "cuda", True), ("--cuda-graph 0", "cuda", False),
     ("--kernels torch", "cuda", False), ("--offload-residual", "cuda", False), ("--cuda-graph 0 --offload-residual", "cuda", False),
-    ("-ge 2", "cuda", True), ("--attention cudnn", "cuda", True),
+    ("-ge 2", "cuda", True), ("--attention cudnn", "cuda", True), ("--kernels numba", "cpu", True), ("--kernels torch", "cpu", False),
+    ("--kernels numba --cuda-graph 0", "cpu", False), ("--kernels numba --matmul numba --cuda-graph 1", "cpu", True),
+    ("--kernels numba --matmul widened", "cpu", False), ("--kernels numba --matmul native --grad-dtype fp32", "cpu", False),
+    ("--kernels numba --matmul numba --grad-dtype fp32", "cpu", True),
 ])  # fmt: skip
 def test_steps_are_graphs_wherever_they_can_be(flags, kind, graphs):
     assert check_graphs(asked(flags), options(flags, kind=kind)) == graphs
 
 
 @pytest.mark.parametrize("flags, kind, sentence", [
-    ("", "cpu", "--cuda-graph 1: graphs are a GPU's, and this run is on a CPU; use a GPU, or leave --cuda-graph out"),
+    ("--kernels torch", "cpu", "--cuda-graph 1: torch's operators ask the host for numbers in the middle of a step; use --kernels numba"),
+    ("--kernels numba --matmul widened", "cpu",
+     "--cuda-graph 1: torch's matmuls of widened factors take their precision from the host; use --matmul numba, or leave"),
     ("--kernels torch", "cuda", "--cuda-graph 1: torch's operators ask the host for numbers in the middle of a step; use --kernels triton"),
     ("--offload-residual", "cuda", "--cuda-graph 1: --offload-residual copies on a stream of its own, which is not captured"),
 ])  # fmt: skip

@@ -45,10 +45,9 @@ def operations(kernels: str, matmul: str = "native") -> SimpleNamespace:
     """
     matmuls = matmul_operations(matmul)
     if kernels == "numba":
-        from llmc.kernels_cpu.functions import numba_operations
+        from llmc.kernels_cpu.functions import numba_operations, staged_operations
 
-        functions = numba_operations()
-        return SimpleNamespace(**functions, **in_halves(functions), **matmuls)
+        return SimpleNamespace(**numba_operations(), **staged_operations(), **matmuls)
     if kernels == "triton":
         from llmc.kernels.functions import staged_operations, triton_operations
 

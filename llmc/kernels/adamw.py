@@ -6,14 +6,9 @@ The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds 
 the last few elements of a tensor whose size is no multiple of 16, where the CPU's compiler fuses another one.
 """
 
-from math import sqrt
-
-import numpy as np
-
-from llmc.backend import copy_in
 from llmc.kernels import door
 from llmc.kernels.door import fma, jit, load, round_by, rounding_noise, tl
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, chunk_layout
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks, stage_norm
 
 CHUNK, ELEMENTS = 8192, 1024  # of a program, and of its working set
 ALIGNMENT = 16  # elements: where every tensor and layer starts at a multiple of it, loads are as wide as they can be
@@ -90,24 +85,14 @@ def _adamw(
 
 
 def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
-    """Copy what this step's update needs to the device; returns what launching needs, the same for the same tensors.
-
-    Scratch: update_layout (tensors, 5) int64, update_numbers (3 * tensors + 2,) int32.
-    """
-    layout, programs = chunk_layout(tensors, CHUNK)
-    floats = [1 - lr * weight_decay * t.decay for t in tensors]
-    floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
-    seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
-    copy_in(scratch["update_layout"], layout)
-    copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
-    return layout, programs
+    """What launching needs, the same for the same tensors. Scratch: see stage_chunks."""
+    return stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step)
 
 
 def launch_adamw_update(flat, staged, scratch, *, grad_norm):
     """The update that was staged. Scratch: as there, and grad_norm (1,) fp32."""
     layout, programs = staged
-    if not hasattr(grad_norm, "data_ptr") or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
-        scratch["grad_norm"].fill_(float(grad_norm))
+    stage_norm(grad_norm, scratch)
     params = flat["parameters"]
     in_fp32 = params.element_size() == 4
     form = WEIGHTS if in_fp32 else COPY if "master" in flat else BITS if "master_bits" in flat else NONE

@@ -4,11 +4,9 @@ Backward has no atomics: the loader has grouped the positions by token, and one 
 of position, and writes its gradient once. Rows of a few positions are fetched together, which hides most of the wait.
 """
 
-import numpy as np
-
-from llmc.backend import copy_in
 from llmc.kernels import door
 from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, rounding_noise, rows_at_once, store, tile, tl
+from llmc.layers.encoder import stage_encoder_backward
 
 COLUMNS = 1024
 UNROLL = 16
@@ -89,21 +87,6 @@ def encoder_forward(out, inputs, wte, wpe):
     door.launch(
         _encoder_forward, (cdiv(B * T, rows),), out, inputs, wte, wpe, B * T, T, C, ROWS=rows, COLUMNS=columns, num_warps=warps
     )  # fmt: skip
-
-
-def stage_encoder_backward(order, seed, scratch):
-    """Copy the TokenOrder of a batch, and the seed of its rounding, to the device.
-
-    There are as many groups as positions could have, those beyond the last token empty: what is launched does not depend on the batch.
-    With tensor parallelism the order is of some positions only.
-    Scratch: token_order (n,) and token_groups (2, n + 1) int32, for n = B*T positions, and token_seed (1,) int32.
-    """
-    n, ordered, m = scratch["token_order"].numel(), len(order.positions), len(order.tokens)
-    groups = np.full((2, n + 1), ordered, np.int32)
-    groups[0, : m + 1], groups[1, :m] = order.starts, order.tokens
-    copy_in(scratch["token_order"], np.pad(order.positions, (0, n - ordered)))
-    copy_in(scratch["token_groups"], groups)
-    copy_in(scratch["token_seed"], np.array([seed], np.uint32).view(np.int32))
 
 
 def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumulate):

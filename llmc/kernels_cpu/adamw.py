@@ -4,20 +4,18 @@ The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds 
 the last few elements of a tensor whose size is no multiple of 16, where torch's compiler fuses another one.
 """
 
-from math import sqrt as root
-
 import numpy as np
 
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import (
-    LOW, S16, array, bits_of, fma, float_of, helper, iadd, iand, ior, ishl, ishr, isub, ixor, jit, load, load_bits, noise_of_row, prange,
-    rounding_noise, sqrt, store, store_bits, store_rounded,
+    F1, LOW, S16, array, bits_of, fma, float_of, helper, iadd, iand, ior, ishl, ishr, isub, ixor, jit, load, load_bits, noise_of_row,
+    prange, rounding_noise, select, sqrt, store, store_bits, store_rounded,
 )  # fmt: skip
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, chunk_layout
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks, stage_norm
 from llmc.memory.plan import ROUNDING_BLOCK
 
 CHUNK = 32 * ROUNDING_BLOCK  # elements that a thread does at a time: at most so much work is uneven
-M_SHARE, V_DECAY, V_SHARE, EPS = (np.float32(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON))
+M_SHARE, V_DECAY, V_SHARE, EPS, CLIP = (np.float32(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON, GRADIENT_CLIP))
 
 
 @helper
@@ -53,43 +51,63 @@ def _update_block(
 
 
 @helper
-def _update_chunk(chunk, params, grads, m_state, v_state, master, master_bits, layout, seeds, decays, rate, v_correction, divisor):
-    """layout is chunk_layout's."""
-    t = 0
-    while t + 1 < len(layout) and chunk >= layout[t + 1, 0]:
+def _number(numbers, i):
+    """The fp32 number whose bits an int32 array holds."""
+    return float_of(np.uint32(numbers[i]))
+
+
+@helper
+def _update_chunk(chunk, params, grads, m_state, v_state, master, master_bits, layout, numbers, divisor):
+    """layout and numbers are stage_chunks', flat."""
+    t, tensors = 0, len(layout) // 5
+    while t + 1 < tensors and chunk >= layout[5 * (t + 1)]:
         t += 1
-    layer = (chunk - layout[t, 0]) // layout[t, 3]
-    elements = layout[t, 2]
-    first = (chunk - layout[t, 0] - layer * layout[t, 3]) * CHUNK
-    layer_start = layout[t, 1] + layer * elements
+    first_chunk, start, elements, chunks, whole_first = (
+        layout[5 * t],
+        layout[5 * t + 1],
+        layout[5 * t + 2],
+        layout[5 * t + 3],
+        layout[5 * t + 4],
+    )
+    layer = (chunk - first_chunk) // chunks
+    first = (chunk - first_chunk - layer * chunks) * CHUNK
+    layer_start = start + layer * elements
+    seed, last_seed, decay = np.uint32(numbers[t]), np.uint32(numbers[tensors + t]), _number(numbers, 2 * tensors + t)
+    rate, v_correction = _number(numbers, 3 * tensors), _number(numbers, 3 * tensors + 1)
     k, end = first, min(first + CHUNK, elements)
     while k < end:
-        place = layout[t, 4] + k  # in the whole layer
+        place = whole_first + k
         column = place % ROUNDING_BLOCK
         row, n = place - column + layer, min(ROUNDING_BLOCK - column, end - k)
         _update_block(
             params, grads, m_state, v_state, master, master_bits, layer_start + k, n, column,
-            noise_of_row(row, seeds[0, t]), noise_of_row(row, seeds[1, t]), decays[t], rate, v_correction, divisor,
+            noise_of_row(row, seed), noise_of_row(row, last_seed), decay, rate, v_correction, divisor,
         )  # fmt: skip
         k += n
 
 
 @jit
-def _adamw(params, grads, m_state, v_state, master, master_bits, layout, chunks, seeds, decays, rate, v_correction, divisor):
+def _adamw(params, grads, m_state, v_state, master, master_bits, layout, chunks, numbers, grad_norm):
+    ratio = load(grad_norm, 0) / CLIP
+    divisor = select(ratio > F1, ratio, F1)
     for chunk in prange(chunks):
-        _update_chunk(
-            np.int64(chunk), params, grads, m_state, v_state, master, master_bits, layout, seeds, decays, rate, v_correction, divisor
-        )
+        _update_chunk(np.int64(chunk), params, grads, m_state, v_state, master, master_bits, layout, numbers, divisor)
+
+
+def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
+    """What launching needs, the same for the same tensors. Scratch: see stage_chunks."""
+    _, chunks = stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step)
+    return chunks
+
+
+def launch_adamw_update(flat, staged, scratch, *, grad_norm):
+    """The update that was staged; gradients stay as they are. Scratch: as there, and grad_norm (1,) fp32."""
+    stage_norm(grad_norm, scratch)
+    arenas = [array(flat[name]) if name in flat else None for name in ("parameters", "gradients", "m", "v", "master", "master_bits")]
+    layout, numbers, norm = (array(scratch[name]) for name in ("update_layout", "update_numbers", "grad_norm"))
+    door.launch(_adamw, *arenas, layout, staged, numbers, norm)
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    """Gradients stay as they are. No scratch."""
-    layout, chunks = chunk_layout(tensors, CHUNK)
-    ratio = np.float32(float(grad_norm)) / np.float32(GRADIENT_CLIP)
-    arenas = [array(flat[name]) if name in flat else None for name in ("parameters", "gradients", "m", "v", "master", "master_bits")]
-    door.launch(
-        _adamw, *arenas, layout, chunks,
-        np.array([[t.seed for t in tensors], [t.last_seed for t in tensors]], np.uint32),
-        np.array([1 - lr * weight_decay * t.decay for t in tensors], np.float32),
-        np.float32(-(lr / (1 - BETA1**step))), np.float32(root(1 - BETA2**step)), ratio if ratio > 1 else np.float32(1),
-    )  # fmt: skip
+    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step)
+    launch_adamw_update(flat, staged, scratch, grad_norm=grad_norm)

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import time
+from contextlib import contextmanager
 from functools import cache, wraps
 from itertools import count
 from pathlib import Path
@@ -138,11 +139,33 @@ def processor_features() -> frozenset:
     return known if cpu_has_amx() else known - AMX_FEATURES
 
 
+_calls = None  # of the recording that is being made
+
+
 def launch(kernel, *args):
-    """Run a kernel on as many threads as torch uses."""
+    """Run a kernel on as many threads as torch uses; in a recording, keep the call instead."""
+    if _calls is not None:
+        _calls.append((kernel.get_overload(tuple(map(numba.typeof, args))), args))
+        return
+    use_threads()
+    kernel(*args)
+
+
+@contextmanager
+def recorded():
+    """A list of (function, args), to which launches inside are added instead of run: compiled code, which has run before with such args."""
+    global _calls
+    _calls = []
+    try:
+        yield _calls
+    finally:
+        _calls = None
+
+
+def use_threads():
+    """Have kernels run on as many as torch uses."""
     if threads() != numba.get_num_threads():
         numba.set_num_threads(threads())
-    return kernel(*args)
 
 
 def threads() -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import add_row, zero
 from llmc.kernels_cpu.door import aligned, array, helper, jit, load, noise_of_row, prange, rounding_noise, store, store_rounded
+from llmc.layers.encoder import stage_encoder_backward
 
 PARTS = 64  # each takes every 64th token: neighbours are about equally frequent
 
@@ -36,7 +37,9 @@ def _encoder_forward(out, inputs, wte, wpe, T, C):
 
 
 @jit
-def _encoder_backward(dwte, dwpe, dout, positions, tokens, starts, B, T, C, first_noise_row, seed, in_fp32, accumulate):
+def _encoder_backward(dwte, dwpe, dout, positions, groups, B, T, C, first_noise_row, seeds, in_fp32, accumulate):
+    """groups are starts, then tokens, both of as many groups as there could be, and one more."""
+    seed, tokens = np.uint32(seeds[0]), len(groups) // 2
     for t in prange(T):
         total = aligned(C)
         zero(total, 0, C)
@@ -45,15 +48,17 @@ def _encoder_backward(dwte, dwpe, dout, positions, tokens, starts, B, T, C, firs
         _write_row(dwpe, np.int64(t) * C, total, first_noise_row + np.int64(t), seed, accumulate)
     for part in prange(PARTS):
         total = aligned(C)
-        for group in range(np.int64(part), len(tokens), PARTS):
-            token = np.int64(tokens[group])
-            zero(total, 0, C)
-            if in_fp32:  # the rows go onto the gradient one by one
-                for c in range(C):
-                    store(total, c, load(dwte, token * C + c))
-            for i in range(starts[group], starts[group + 1]):
-                add_row(total, 0, dout, np.int64(positions[i]) * C, C)
-            _write_row(dwte, token * C, total, token, seed, not in_fp32)
+        for group in range(np.int64(part), tokens - 1, PARTS):
+            start, end = groups[group], groups[group + 1]
+            if start < end:
+                token = np.int64(groups[tokens + group])
+                zero(total, 0, C)
+                if in_fp32:  # the rows go onto the gradient one by one
+                    for c in range(C):
+                        store(total, c, load(dwte, token * C + c))
+                for i in range(start, end):
+                    add_row(total, 0, dout, np.int64(positions[i]) * C, C)
+                _write_row(dwte, token * C, total, token, seed, not in_fp32)
 
 
 def encoder_forward(out, inputs, wte, wpe):
@@ -62,13 +67,15 @@ def encoder_forward(out, inputs, wte, wpe):
     door.launch(_encoder_forward, array(out), array(inputs), array(wte), array(wpe), T, C)
 
 
-def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
-    """No scratch."""
+def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumulate):
     B, T, C = dout.shape
     if not accumulate:
         dwpe[T:].zero_()
-    arrays = (array(t) for t in (dwte, dwpe, dout))
-    door.launch(
-        _encoder_backward, *arrays, order.positions, order.tokens, order.starts, B, T, C, len(dwte), np.uint32(seed),
-        dwte.element_size() == 4, bool(accumulate),
-    )  # fmt: skip
+    positions, groups, seed = (array(scratch[name]) for name in ("token_order", "token_groups", "token_seed"))
+    arrays, in_fp32 = (array(t) for t in (dwte, dwpe, dout)), dwte.element_size() == 4
+    door.launch(_encoder_backward, *arrays, positions, groups, B, T, C, len(dwte), seed, in_fp32, bool(accumulate))
+
+
+def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
+    stage_encoder_backward(order, seed, scratch)
+    launch_encoder_backward(dwte, dwpe, dout, inputs, None, scratch, accumulate=accumulate)

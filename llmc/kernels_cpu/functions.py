@@ -1,8 +1,8 @@
 """All kernels' launchers, by the names of their counterparts in llmc/layers/."""
 
-from llmc.kernels_cpu.adamw import adamw_update
+from llmc.kernels_cpu.adamw import adamw_update, launch_adamw_update, stage_adamw_update
 from llmc.kernels_cpu.attention import attention_cpu_backward, attention_cpu_forward
-from llmc.kernels_cpu.encoder import encoder_backward, encoder_forward
+from llmc.kernels_cpu.encoder import encoder_backward, encoder_forward, launch_encoder_backward, stage_encoder_backward
 from llmc.kernels_cpu.fused_classifier import fused_classifier_inplace
 from llmc.kernels_cpu.gelu import gelu_backward_inplace, gelu_forward
 from llmc.kernels_cpu.global_norm import global_norm
@@ -17,3 +17,9 @@ def numba_operations() -> dict:
         attention_cpu_forward, attention_cpu_backward,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}
+
+
+def staged_operations() -> dict:
+    """Of those that take numbers which change from step to step, a half that keeps these in the plan's memory, and one that launches."""
+    halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
+    return {f.__name__: f for f in halves}

@@ -33,8 +33,8 @@ def attention_operations() -> dict:
 def in_halves(functions: dict) -> dict:
     """Of the functions that take numbers which change from step to step, a half that takes these and a half that does the rest.
 
-    Here the first only keeps them. On a GPU it copies them into device memory, so that what the second launches is the same every time
-    and can be captured.
+    Here the first only hands them on. For kernels it copies them into the plan's memory, so that what the second launches is the same
+    every time and can be captured.
     """
 
     def stage_encoder_backward(order, seed, scratch):

@@ -10,10 +10,12 @@ rounded it give it back exactly; or missing, and then the widened weight takes i
 """
 
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 import torch
 
+from llmc.backend import copy_in
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
 from llmc.memory.plan import ROUNDING_BLOCK
 
@@ -117,6 +119,27 @@ def chunk_layout(tensors, chunk: int):
         layout[i] = first, t.start, elements, chunks, t.first
         first += t.layers * chunks
     return layout, first
+
+
+def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step):
+    """For kernels: copy what changes from step to step to where they find it; returns chunk_layout(tensors, chunk).
+
+    Scratch: update_layout (tensors, 5) int64, that layout; update_numbers (3 * tensors + 2,) int32: the seeds, the last seeds, and as the
+    bits of fp32 numbers what weight decay leaves of a weight, -lr over m's correction, and the root of v's.
+    """
+    layout, chunks = chunk_layout(tensors, chunk)
+    floats = [1 - lr * weight_decay * t.decay for t in tensors]
+    floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
+    seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
+    copy_in(scratch["update_layout"], layout)
+    copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
+    return layout, chunks
+
+
+def stage_norm(grad_norm, scratch):
+    """For kernels: see that scratch grad_norm (1,) fp32 holds a norm, which is that very tensor, another, or a number."""
+    if not isinstance(grad_norm, torch.Tensor) or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
+        scratch["grad_norm"].fill_(float(grad_norm))
 
 
 def pieces_of(t, scratch):

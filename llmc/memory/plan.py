@@ -590,11 +590,10 @@ def _working_rows(o: PlanOptions):
         yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
     if o.fused:
         yield "column_partials", "scratch", "Pc 4C", "fp32", backward
-    if o.kernel_set == "triton":  # on the device before a step begins, so that all of the step can be one graph
+        # there before a step begins, so that all of the step can be one graph
         yield "token_order", "scratch", "B T", "int32", STEP
         yield "token_groups", "scratch", f"2 {o.B * o.T + 1}", "int32", STEP
         yield "token_seed", "scratch", "1", "int32", STEP
-    if o.fused:
         return
     yield "rows", "scratch", "4 Rn C", "fp32", STEP
     yield "row_stats", "scratch", "2 Rn", "fp32", STEP
@@ -671,10 +670,9 @@ def _update_rows(o: PlanOptions):
     if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whoever updates them
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
-    if o.kernel_set == "triton":
+    if o.fused:
         yield "update_layout", "scratch", "16 5", "int64", update
         yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
-    if o.fused:
         return
     if o.gradients != "fp32":
         yield "norm_work", "scratch", str(norm_work), "fp32", update

@@ -1,0 +1,166 @@
+"""A CPU's graphs: lists of the calls that a step makes, and the same bits as steps that run as they come."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="no numba here, and recordings are of its kernels: python -m pip install numba", exc_type=ImportError)
+
+from test_loop import case, inputs, losses, ran  # noqa: F401  (a fixture)
+from case_a import CONFIG
+from whole_steps import TINY, B, T, batch, raw, trained
+
+from llmc.checkpoint.model_file import write_model
+from llmc.errors import UserError
+from llmc.gpt2 import GPT2
+from llmc.graphs import Graphs, graphs_on
+from llmc.kernels_cpu import door
+from llmc.kernels_cpu.global_norm import global_norm
+from llmc.kernels_cpu.recording import Recording
+from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.tables import num_parameters
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    """As the program runs."""
+    with torch.no_grad():
+        yield
+
+
+def build(graphs=None, **options):
+    model = GPT2(Plan(PlanOptions(TINY, B, T, kernels="numba", sample_length=8, **options)), graphs=graphs)
+    model.init_random()
+    return model
+
+
+# ----------------------------------------------------------------------------
+# a recording
+
+
+def test_what_is_recorded_happens_at_a_replay_with_what_memory_holds_then():
+    """In order, kernels and torch's operations: (2x)^2 summed up, and its root, after x was changed."""
+    x, y, norm, partials = torch.tensor([1.0, 2.0]), torch.zeros(2), torch.zeros(1), torch.zeros(4)
+
+    def work():
+        y.copy_(x)
+        y[:2].mul_(2.0)
+        global_norm(norm, y, {"norm_partials": partials}, piece=2)
+        torch.sum(y, 0, keepdim=True, out=x[1:])
+
+    work()
+    assert norm.item() == pytest.approx(np.sqrt(4 + 16)) and x[1] == 6
+    recording = Recording(work)
+    assert norm.item() == pytest.approx(np.sqrt(4 + 16)) and x[1] == 6, "a recording changes nothing"
+    for _ in range(2):
+        x[0], x[1] = 3, 1.5
+        recording.replay()
+        assert norm.item() == pytest.approx(np.sqrt(36 + 9)) and x[1] == 9
+
+
+@pytest.mark.parametrize("work, what", [
+    (lambda t: t + 1, "aten.add"), (lambda t: t.item(), "_local_scalar_dense"), (lambda t: t.sum(), "aten.sum"),
+    (lambda t: t.clone(), "aten.clone"), (lambda t: torch.zeros(3), "aten.zeros"),
+])  # fmt: skip
+def test_what_writes_nowhere_in_the_plan_cannot_be_recorded(work, what):
+    """Replays would not do it again; as an error of Graphs it is a sentence with a way out."""
+    t = torch.ones(3)[:1]
+    with pytest.raises(RuntimeError, match=what):
+        Recording(lambda: work(t))
+    graphs = Graphs(Recording)
+    graphs.run("norm", lambda: work(t))
+    with pytest.raises(UserError, match=f"^the norm cannot be captured as a graph .*{what}.*; use --cuda-graph 0$"):
+        graphs.run("norm", lambda: work(t))
+
+
+def test_after_a_recording_that_failed_kernels_run_again():
+    norm, partials = torch.zeros(1), torch.zeros(4)
+    with pytest.raises(ZeroDivisionError):
+        Recording(lambda: 1 / 0)
+    global_norm(norm, torch.full((4,), 2.0), {"norm_partials": partials}, piece=4)
+    assert norm.item() == 4
+
+
+def test_a_replay_uses_as_many_threads_as_torch():
+    y, norm, partials, threads = torch.ones(64), torch.zeros(1), torch.zeros(4), torch.get_num_threads()
+
+    def work():
+        global_norm(norm, y, {"norm_partials": partials}, piece=64)
+
+    work()
+    recording = Recording(work)
+    try:
+        torch.set_num_threads(1)
+        recording.replay()
+        assert door.numba.get_num_threads() == 1 and norm.item() == 8
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ----------------------------------------------------------------------------
+# steps
+
+
+@pytest.mark.parametrize("options", [
+    {"precision": "fp32", "recompute": 0}, {"precision": "fp32", "matmul": "numba", "recompute": 3},
+    {"precision": "bf16", "matmul": "numba", "recompute": 6, "head_chunk": 1},
+    {"precision": "bf16", "matmul": "numba", "master": "bits16", "optimizer_state": "bf16"},
+    {"precision": "bf16", "matmul": "numba", "grad_dtype": "fp32", "recompute": 2},
+], ids=lambda o: "-".join(map(str, o.values())))  # fmt: skip
+def test_recorded_steps_and_eager_ones_give_the_same_bits(options):
+    """Losses, norms, gradients, weights, moments and evaluations, with a learning rate, tokens and seeds that change at every step."""
+    eager, ours = trained(build(**options), steps=4), trained(build(graphs_on("cpu"), **options), steps=4)
+    assert list(ours) == list(eager) and [name for name in ours if ours[name] != eager[name]] == []
+
+
+def test_a_step_calls_no_operation_of_the_model_once_it_is_recorded():
+    """Or it would be no faster."""
+    model, called = build(graphs_on("cpu")), []
+    trained(model, steps=2)
+    for name, operation in vars(model.ops).items():
+        if not name.startswith("stage_"):
+            setattr(
+                model.ops, name, lambda *args, operation=operation, name=name, **kwargs: called.append(name) or operation(*args, **kwargs)
+            )
+    trained(model, steps=1)
+    assert called == []
+
+
+def test_weights_that_were_loaded_are_those_that_recorded_steps_use():
+    """A recording knows addresses, not values: after a resume in place it goes on from there."""
+    model, fresh = build(graphs_on("cpu")), build()
+    trained(model)
+    for name, arena in model.flat.items():
+        arena.copy_(fresh.flat[name])
+    model.rng.state, model.rng_state_last_update = fresh.rng.state, fresh.rng_state_last_update
+    assert trained(model, 1) == trained(fresh, 1)
+
+
+def test_samples_between_recorded_steps_disturb_them_no_more_than_eager_ones():
+    left = {}
+    for graphs in (None, graphs_on("cpu")):
+        model = build(graphs)
+        for step in range(4):
+            model.train(*batch(step))
+            model.update(1e-2, 0.1, step + 1, model.grad_norm())
+            logits = [model.next_logits(token, position) for position, token in enumerate((3, 5))]
+        left[graphs is None] = raw(model.flat["parameters"]), np.array(logits).tobytes()
+    assert left[True] == left[False]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_program_trains_to_the_same_bits_with_graphs_and_without(case, tmp_path, precision):  # noqa: F811
+    """Micro-steps, evaluations, samples, checkpoints and a resume in between; graphs are the default."""
+    weights = torch.randn(num_parameters(CONFIG), generator=torch.Generator().manual_seed(1)) * 0.02
+    write_model(tmp_path / "bf16.bin", CONFIG, "bf16", [weights.bfloat16().view(torch.uint8).numpy()])
+    common = [*inputs(case)[:4], "-e", tmp_path / "bf16.bin" if precision == "bf16" else case / "model.bin"]
+    common += ["-b 2 -t 16 -d 64 -l 1e-3 -v 2 -m 1 -s 3 -g 8 -n 3 --kernels numba --precision", precision]
+    printed, files = {}, {}
+    for graph in ("0", "auto"):
+        folder = tmp_path / graph
+        out = ran(*common, "-o", folder, "-x 3 --cuda-graph", graph) + ran(*common, "-o", folder, "-x 5 -y 1 --cuda-graph", graph)
+        assert out.count(f", graphs: {'off' if graph == '0' else 'on'}\n") == 2
+        printed[graph] = losses(out)
+        files[graph] = {path.name: path.read_bytes() for path in folder.glob("*_0000000*")}
+    assert len(printed["0"]) == 5 and printed["auto"] == printed["0"]
+    assert len(files["0"]) >= 4 and files["auto"] == files["0"]
