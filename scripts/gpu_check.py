@@ -2,7 +2,7 @@
 """What this checkout does on the GPU it finds, as one report: its tests, every kernel, training steps, torch.compile beside them.
 
     python scripts/gpu_check.py                        up to 7.5 minutes; scripts/bench/gpu_<card>.json and .md
-    python scripts/gpu_check.py --only steps compile   some sections
+    python scripts/gpu_check.py --only steps compile   some sections; gpu_<card>_steps_compile.json and .md
     python scripts/gpu_check.py --tune --only tune     which tile sizes and warps are fastest here
     python scripts/gpu_check.py --llmc ../llm.c/train_gpt2cu   llm.c's own step beside ours
     python scripts/gpu_check.py --dry-run              the same code in seconds on a CPU, at sizes that measure nothing
@@ -49,6 +49,7 @@ class Run:
         self.generator = torch.Generator(backend.device).manual_seed(0)  # of its own: a capture that fails may leave torch's unusable
         self.rates = {}  # "copy" GB/s, "bf16" and "fp32" TFLOP/s
         self.step_ms = None  # of -r 0
+        self.awaits_goals = False
         self.summary = {}
         self.report = {"dry_run": dry, "card": backend.name, "minutes": args.minutes, "summary": self.summary, "sections": {}}
 
@@ -71,9 +72,14 @@ class Run:
         return rate / self.rates[of] if of in self.rates else None
 
     def write(self):
-        """Both files, each whole at any time."""
+        """Both files, each whole at any time, with the goals as far as they are known: it may be the last time."""
+        report = self.report
+        if self.awaits_goals and "goals" not in report["sections"]:
+            so_far = new_record("Goals, so far", "ran")
+            gpu_goals.goals(self, so_far)
+            report = report | {"sections": report["sections"] | {"goals": so_far}}
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        for path, text in zip(files_of(self.prefix), (json.dumps(self.report, indent=1, default=str), markdown(self.report))):
+        for path, text in zip(files_of(self.prefix), (json.dumps(report, indent=1, default=str), markdown(report))):
             part = path.with_name(path.name + ".part")
             part.write_text(text)
             part.replace(path)
@@ -104,10 +110,10 @@ SECTIONS = (
     Section("ceilings", "What the device does at best", gpu_steps.ceilings, 5),
     Section("tests", "The project's own tests", gpu_steps.tests, 30),
     Section("steps", "A training step", gpu_steps.steps, 15),
-    Section("compile", "The same step in plain PyTorch", gpu_compared.compared, 45),
+    Section("compile", "The same step in plain PyTorch", gpu_compared.compared, 60),
     Section("larger", "Larger models", gpu_steps.larger, 25),
     Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
-    Section("small_batches", "Small batches: graph, eager and torch.compile", gpu_compared.small_batches, 40),
+    Section("small_batches", "Small batches: graph, eager and torch.compile", gpu_compared.small_batches, 60),
     Section("llmc", "llm.c itself, the same step", gpu_llmc.llmc, 20),
     Section("kernels", "Every kernel", gpu_kernels.kernels, 10),
     Section("matmuls", "Matrix products", gpu_kernels.matmuls, 8),
@@ -116,7 +122,7 @@ SECTIONS = (
     Section("fp8", "FP8 matmuls against bf16", gpu_fp8.fp8, 10),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
     Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
-    Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 45),
+    Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 60),
     Section("goals", "Goals", gpu_goals.goals, 0, on_device=False),
 )
 
@@ -124,6 +130,7 @@ SECTIONS = (
 def run_sections(run, sections):
     """Every section, into run.report; those that cannot run, or not in time, are recorded with the reason."""
     wanted = run.args.only or [s.name for s in sections]
+    run.awaits_goals = "goals" in wanted
     for i, section in enumerate(sections):
         record = run.report["sections"][section.name] = new_record(section.title)
         if section.name not in wanted:
@@ -202,7 +209,8 @@ def parse(argv):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("--minutes", type=float, default=7.5, help="what does not fit is skipped [7.5]")
-    flag("--output", help="where the report goes, without .json and .md [scripts/bench/gpu_<card>; a dry run: a temporary folder]")
+    where = "scripts/bench/gpu_<card>, with the sections of --only; a dry run: a temporary folder"
+    flag("--output", help=f"where the report goes, without .json and .md [{where}]")
     flag("--only", nargs="+", metavar="SECTION", help=f"some sections of: {' '.join(names)}")
     flag("--tune", action="store_true", help="try other tile sizes and warps too; minutes, so best with --only tune")
     flag("--llmc", metavar="PATH", help="llm.c's train_gpt2cu, built elsewhere: its steps beside ours")
@@ -240,7 +248,8 @@ def prepare(argv) -> Run:
     backend = open_backend("cpu" if dry else "cuda", 0, True)
     slug = re.sub(r"[^a-z0-9]+", "_", backend.name.lower()).strip("_")
     folder = Path(tempfile.mkdtemp(prefix="gpu_check_")) if dry and not args.output else REPO / "scripts" / "bench"
-    run = Run(args, backend, dry, Path(args.output).resolve() if args.output else folder / f"gpu_{slug}")
+    name = "_".join(["gpu", slug, *(args.only or ())])  # one check's report is not to overwrite another's
+    run = Run(args, backend, dry, Path(args.output).resolve() if args.output else folder / name)
     if dry and not run.no_triton:
         from llmc.kernels import adamw
 

@@ -111,7 +111,7 @@ def device_is_lost() -> bool:
 
 
 def free_memory():
-    gc.collect()  # a model refers to itself
+    gc.collect()  # a failed section's error refers to its frames, and they to their models
     torch.cuda.empty_cache()
 
 

@@ -550,6 +550,36 @@ def test_goals_say_for_which_card_they_were_set(run):
     assert run.summary["goals"] == "5 reached, 3 missed, 0 not measured"
 
 
+def test_a_check_that_is_killed_has_left_its_goals_so_far(run, monkeypatch):
+    """The report as each section finds it; at the end there is one list of goals."""
+    found = []
+
+    def looking(run, record):
+        run.write()
+        report, text = report_at(run.prefix)
+        found.append((report["sections"]["goals"]["title"], text.count("## Goals")))
+
+    by_name = {s.name: s for s in SECTIONS}
+    gpu_check.run_sections(run, [Section("first", "First", looking, 0), Section("second", "Second", looking, 0), by_name["goals"]])
+    report, text = report_at(run.prefix)
+    assert found == [("Goals, so far", 1)] * 2 and report["sections"]["goals"]["title"] == "Goals" and text.count("## Goals") == 1
+    run.args.only, run.report["sections"] = ["first"], {}
+    gpu_check.run_sections(run, [Section("first", "First", working, 0)])
+    assert list(report_at(run.prefix)[0]["sections"]) == ["first"], "nobody asked for them"
+
+
+def test_some_sections_have_a_report_of_their_own(monkeypatch, tmp_path):
+    """One of all is not to be lost when some are run again."""
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "open_backend", lambda *_: Backend(torch.device("cpu"), "cpu", "NVIDIA H100 80GB"))
+    names = [
+        gpu_check.prepare(words).prefix
+        for words in ([], ["--only", "tests", "steps"], ["--only", "tests", "--output", str(tmp_path / "mine")])
+    ]
+    assert [name.name for name in names] == ["gpu_nvidia_h100_80gb", "gpu_nvidia_h100_80gb_tests_steps", "mine"]
+    assert names[0].parent == names[1].parent == gpu_check.REPO / "scripts" / "bench"
+
+
 # ---- what pytest and the profiler say
 
 

@@ -8,7 +8,8 @@ Not yet run on a GPU. Checked without one: constants and sizes against NVIDIA's 
 13.10.0; transposes and leading dimensions by a stand-in for the library that multiplies in numpy (tests/test_cublaslt.py).
 
 Numerics: sums are fp32, split-K's partial ones too. The epilogue works on the fp32 sum, where a separate GELU reads it after rounding to
-bf16, and its tanh is the library's own: results differ from llmc/layers/gelu.py in the last bits, and may between versions of cuBLAS.
+bf16, and its tanh is the library's own: results differ from llmc/layers/gelu.py in the last bits, and may between versions of cuBLAS. In
+fp32 by more, up to 2^-11, where it takes the card's own instruction for tanh, as cuBLAS 13.1 seems to.
 Which cards have it fused rather than as a second kernel is the library's matter: llm.c found H100 with CUDA 12.5 to be (PR 591).
 Source: llm.c llmc/matmul.cuh; NVIDIA cublasLt.h.
 """
