@@ -24,7 +24,7 @@ from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer,
 from llmc.memory.ladder import passes
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.layout import flat_layout
-from llmc.memory.plan import HEAD_GROUP, LAYER_SLOTS, TUNING, Plan, classifier_rows, head_sums
+from llmc.memory.plan import HEAD_GROUP, TUNING, Plan, classifier_rows, head_sums, layer_slot
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, sizes_of
 from llmc.rand import XorShift
 
@@ -98,7 +98,7 @@ class GPT2:
         """The weights of a tensor's layer l, where they are when they are read; 0 for a tensor of no layer."""
         if name in OUTER:
             return self.params[name]
-        return self.params[name][l] if self._layer_weights is None else self._layer_weights[l % LAYER_SLOTS][name]
+        return self.params[name][l] if self._layer_weights is None else self._layer_weights[layer_slot(l)][name]
 
     def gradient(self, group, name, l):
         """The same of its gradient, where it is written, as one of a group (see gradient_groups)."""
@@ -106,7 +106,7 @@ class GPT2:
             return self.grads[name]
         if self._layer_gradients is None:
             return self.grads[name][l]
-        return self.grads[name] if group == "lnf" else self._layer_gradients[group % LAYER_SLOTS][name]
+        return self.grads[name] if group == "lnf" else self._layer_gradients[layer_slot(group)][name]
 
     def _layer(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
@@ -357,10 +357,7 @@ class GPT2:
         self._norm_backward(self.final, a["lnf"])
         sharing.release("outer")
         complete("lnf")
-        segments = list(zip(self.plan.segments.spans, self.plan.segments.again))
-        while segments:
-            span, again = segments.pop()
-            below = segments and (segments[-1][1] or segments[-1][0][::-1])[0]  # the block that comes after these
+        for span, again, then in self.plan.segments.backward():
             if again:
                 sharing.need(again[0])
                 self._ln1_forward(self.layers[again[0]])
@@ -368,7 +365,7 @@ class GPT2:
                 self._block_forward(self.layers[l], self.layers[l + 1] if l != again[-1] else None)
             for l in reversed(span):
                 self.residuals.before_backward(l)
-                sharing.need(l, then=l - 1 if l > span.start else below if segments else None)
+                sharing.need(l, then=l - 1 if l > span.start else then)
                 sharing.clear(l)
                 for backward in self.backward_passes:
                     backward(self, self.layers[l])

@@ -12,7 +12,7 @@ import torch
 from llmc.distributed.group import Done
 from llmc.distributed.tensor_parallel import Undivided
 from llmc.memory.layout import flat_layout, gradient_groups, weight_groups
-from llmc.memory.plan import LAYER_SLOTS, weight_slot
+from llmc.memory.plan import layer_slot, weight_slot
 from llmc.memory.tables import SUMMED_OVER_PARTS
 
 
@@ -277,4 +277,4 @@ class Sharing(Alone):
 
 
 def _gradient_slot(key):
-    return "outer" if key in ("lnf", "encoder") else key % LAYER_SLOTS
+    return "outer" if key in ("lnf", "encoder") else layer_slot(key)

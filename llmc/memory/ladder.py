@@ -94,6 +94,12 @@ class Segments:
         """
         return (*(tuple(span[:-1]) for span in self.spans[:-1]), ())
 
+    def backward(self):
+        """(a segment's layers, those that run forward again before it, the layer that runs next after it, None after all), last first."""
+        walk = list(zip(reversed(self.spans), reversed(self.again)))
+        for (span, again), following in zip(walk, [*walk[1:], None]):
+            yield span, again, following and (following[1] or following[0][::-1])[0]
+
 
 @cache
 def segments(level: int, L: int) -> Segments:

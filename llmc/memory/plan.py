@@ -639,9 +639,14 @@ def _rank_rows(o: PlanOptions):
         yield "parameter_share", "gathered", share, "act", update
 
 
+def layer_slot(l: int) -> int:
+    """In which slot a layer lies of which only shares are kept: they take turns."""
+    return l % LAYER_SLOTS
+
+
 def weight_slot(key):
-    """Where a group of sharded weights is gathered: the layers take turns in slots."""
-    return key if key == "outer" else key % LAYER_SLOTS
+    """Where a group of sharded weights is gathered."""
+    return key if key == "outer" else layer_slot(key)
 
 
 def layer_elements(o: PlanOptions) -> int:

@@ -163,15 +163,12 @@ def _needs(o):
                 yield (above,)
 
     yield from (_with("outer", 0), (0,), *forward(range(L)), (None,))
-    blocks = list(zip(s.spans, s.again))
-    while blocks:
-        span, again = blocks.pop()
-        below = (blocks[-1][1] or blocks[-1][0][::-1])[0] if blocks else None
+    for span, again, then in s.backward():
         if again:
             yield (again[0],)
             yield from forward(again)
         for l in reversed(span):
-            yield _with(l, l - 1 if l > span.start else below)
+            yield _with(l, l - 1 if l > span.start else then)
 
 
 def _with(key, then):
