@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmc.cards import parse_budget
@@ -364,6 +365,26 @@ def test_each_form_has_its_own_working_room_and_no_other(config, B, T):
         assert not others & set(Plan(o).tensors)
         assert o.kernel_set == o.kernels and o.fused == (o.kernels != "torch")
     assert [PlanOptions(config, B, T, device=device).fused for device in ("cpu", "cuda")] == [False, True]
+
+
+@pytest.mark.parametrize("config, B, T, changes", [
+    (TINY, 4, 32, {}), (ODD, 3, 37, {"recompute": 0, "precision": "fp32"}),
+    (ODD, 2, 20, {"recompute": 6, "kernels": "numba", "matmul": "numba"}),
+    (TINY, 4, 32, {"recompute": 3, "ranks": 2, "zero_stage": 3}), (TINY, 4, 32, {"recompute": 5, "ranks": 2, "tensor_parallel": 2}),
+])  # fmt: skip
+def test_each_byte_of_the_activations_counts_for_the_first_part_that_uses_it(config, B, T, changes):
+    """Byte by byte: kept before shared before head before what is gathered; all others are scratch, gaps too."""
+    plan = Plan(options(config, B, T, **changes))
+    owner = np.full(plan.arenas["activations"], "scratch", dtype="U8")
+    for part, purposes in (("gathered", ["gathered"]), ("head", ["head"]), ("shared", ["shared", "gradient"]), ("kept", ["kept"])):
+        for t in plan.tensors.values():
+            if t.purpose in purposes:
+                owner[t.offset : t.offset + t.nbytes] = part
+    parts = ("kept", "shared", "head", "gathered", "scratch")
+    assert {part: plan.columns[part] for part in parts if part in plan.columns} == {
+        part: np.count_nonzero(owner == part) for part in parts if part in plan.columns
+    }
+    assert all(plan.columns[part] for part in ("kept", "shared", "scratch"))
 
 
 def test_attention_kinds_are_the_device_s_own_unless_asked_for():
