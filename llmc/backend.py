@@ -215,7 +215,7 @@ def likely_factors(kind: str, precision: str) -> str:
 def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
     """Choose and prepare the device. Raises UserError where what was asked for is not there.
 
-    matmul  whose matmuls without a bias run on a GPU: a key of MATMUL_LIBRARY; what is none is a CPU's
+    matmul  the library for a GPU's matmuls without a bias, a key of MATMUL_LIBRARY; anything else is for a CPU, and ignored here
     """
     # read when torch first opens cuBLAS; without it deterministic matmuls are refused
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -345,7 +345,7 @@ def measure_matmul_tflops(backend: Backend, precision: str, others=(), seconds: 
 
 
 def cpu_name() -> str:
-    """The processor's name and the number of cores in use."""
+    """The processor's name and the number of cores that this process may use."""
     try:
         with open(CPU_INFO) as f:
             names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]

@@ -28,8 +28,9 @@ def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights
 
     With tensor parallelism files are of whole models: the first part writes what a rank without it would.
 
-    Afterwards the model may train on. extra is a plain dict of its own (see write_extra). With master_weights an fp32 model writes its
-    weights as the master: they are. Raises UserError where the disk is full or denies; the checkpoints before stay as they were.
+    Afterwards the model may train on. extra is a plain dict of its own (see write_extra). With master_weights an fp32 model, whose weights
+    are their own master, writes them in the master's place too. Raises UserError where the disk is full or denies; the checkpoints before
+    stay as they were.
     """
     sharing = model.sharing
     print(f"Writing checkpoint at step {step}")

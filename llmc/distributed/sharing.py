@@ -41,7 +41,7 @@ class Alone:
         return number
 
     def attach(self, model):
-        """The model that is meant: its arenas exist, its layers do not yet."""
+        """Take the model whose weights are shared: its arenas exist, its layers do not yet."""
         self._flat = model.flat
 
     def need(self, key, then=None):
@@ -51,7 +51,7 @@ class Alone:
         """Weights of a group are not read any more before they are needed again: their slot may be used for something else."""
 
     def settle(self):
-        """Weights that are held whole are complete; of others none is in a slot, which may be used for something else."""
+        """Wait until weights that are held whole are complete, and give up all slots: their memory may be used for something else."""
 
     def whole_weights(self):
         """All weights in file order, flat tensors that are each overwritten by the next; all ranks must take each."""

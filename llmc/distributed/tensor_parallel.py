@@ -20,7 +20,7 @@ class Undivided:
     encoder_forward = None  # the model's own
 
     def attach(self, model):
-        """The model that is meant: its arenas exist."""
+        """Take the model that is divided: its arenas exist."""
 
     def own_rows(self, x):
         """This part's rows (B, s, C) of x (B, T, C): as many neighbours of all B*T, a view."""

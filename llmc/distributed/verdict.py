@@ -11,7 +11,7 @@ from llmc.errors import LOST_CODE
 
 LOST_AFTER_S = 5.0  # without a new beat
 DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so that nothing else is held against anyone
-SETTLE_S = LOST_AFTER_S + 2  # if until then nobody is found to be gone, a collective failed for another reason
+SETTLE_S = LOST_AFTER_S + 2  # a collective that failed had another reason than a lost rank if none has shown by then
 LONGEST_LOOK_S = 1.0  # between two looks; more is a time in which this process did not run
 FINAL_CODES = (2, 3, 130)  # of a rank that stopped: trying again cannot help the others either
 DONE = "done"

@@ -39,9 +39,9 @@ def launch_problem(device="cuda") -> str:
 
 
 def operations(kernels: str, matmul: str = "native") -> SimpleNamespace:
-    """The functions a model runs, by name: of torch, Triton's or numba's kernels; with their halves, see llmc.layers.in_halves.
+    """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels; and the halves of llmc.layers.in_halves.
 
-    matmul  as in PlanOptions: numba's or, native and widened, torch's
+    matmul  as in PlanOptions: numba, or native and widened, which are torch's
     """
     matmuls = matmul_operations(matmul)
     if kernels == "numba":

@@ -39,9 +39,10 @@ if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None and "+avx
     numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM takes half of the vectors on Intel
 OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is infinite, and no exception
 
-# what kernels call. It becomes a part of each: functions of one name in several would be whichever came first, compiled or kept
+# A helper is inlined into every kernel that calls it. Compiled by itself, its sums (plus) could be vectorized otherwise than in another
+# copy of it, and which copy a kernel gets would depend on what was compiled, or loaded from disk, first.
 helper = njit(**OPTIONS, forceinline=True)
-# and what may be compiled once for all that call it: what sums nothing by plus, and so has the same bits wherever it becomes a part
+# A shared function uses no plus, so every copy has the same bits: it is compiled once for all kernels that call it.
 shared = njit(**OPTIONS)
 
 
@@ -125,7 +126,7 @@ def _or_nothing(read, *args):
 
 @cache
 def sources():
-    """A hash of what kernels are compiled from, their own files and what these import."""
+    """A hash of what kernels are compiled from: their own files, and those whose constants they use."""
     folder = Path(__file__).resolve().parent
     files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), folder.parent / "memory" / "plan.py"])
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()

@@ -26,19 +26,20 @@ from llmc.memory.plan import MATMUL_PANEL as PANEL
 from llmc.memory.plan import even_part, whole
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)
-# rows and depth of the left factor that are packed at once, if by parts; rows and columns of the product that a task is; how deep panels
-# are, and of that how much is multiplied at once
+# part_rows, part_depth  of the left factor, packed at once if it is packed by parts
+# rows, columns          of the product: one task of a worker
+# depth, near            of a panel of the right factor, and how much of that is multiplied at a time
 Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "depth", "near"))
-# of a panel of the product in fp32: as they are read and written once for each depth, they too should stay near. Unless with parts of the
-# depth there may be more
+# Most rows of a task whose sums are read and written again for every depth: so many sums still stay in the second cache. Where the left
+# factor is packed in parts of the depth there may be more.
 MOST_ROWS = 1024
-# AMX multiplies so fast that factors and sums should be read seldom: so the most columns and depth, where fewer threads than the plan has
-# room for leave each as much. Matmuls of d12, in ms of a step of 1024 rows: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471; and
-# with both AMX_NEARs, but for the head, of 1024 and of 4096 rows: 384 x 512 275 and 1203, 384 x 704, by which weight gradients of 4096 rows
-# are three depths instead of four, 276 and 1169
+# Columns and depth of a panel with AMX, which multiplies so fast that factors and sums should be read seldom; fewer if there are so many
+# threads that the plan's room is less for each. Matmuls of a step of d12 with 1024 rows, in ms: 256 x 256 541, 384 x 256 493,
+# 384 x 512 457, 384 x 768 471. Later, without the head, with 1024 and 4096 rows: 384 x 512 275 and 1203, 384 x 704 276 and 1169, as
+# weight gradients of 4096 rows then take three depths instead of four.
 AMX_PANEL, AMX_DEPTH = 384, 704
-# and of that depth so much at a time that a tile's rows of the left factor stay in the core's first cache: with both factors packed 4.2
-# TFLOP/s for 256 at a time, 3.5 for 384, 2.8 for 512. Less where sums are read again at the next depth, and rows lie farther apart
+# How much of that depth is multiplied at a time, so that a tile's rows of the left factor stay in the first cache: with both factors packed
+# 4.2 TFLOP/s for 256, 3.5 for 384, 2.8 for 512. The smaller one is for products of several depths, whose rows lie farther apart.
 AMX_NEAR, AMX_NEAR_IN_PARTS = 384, 256
 
 cdiv = shared(door.cdiv)

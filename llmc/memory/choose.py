@@ -92,7 +92,7 @@ class Way:
 def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *, batch_is_fixed=False, count=3) -> list[Way]:
     """Up to `count` ways to fit what does not, cheapest first.
 
-    Those that only add to a cheaper one come in where others are too few, and only if they save more.
+    A way that is a cheaper one with more flags is listed only if there are too few others, and only if it saves more memory.
     """
     halves = [options.B]
     while halves[-1] > 1 and not batch_is_fixed:

@@ -44,7 +44,10 @@ class FlatTensor:
 
     @property
     def noise_first(self) -> int:
-        """Which element of the whole layer counts as the first here for the noise of rounding; exact but for columns and blocks."""
+        """The index, in the whole layer, of the first element here, which selects the rounding noise.
+
+        Of a tensor that is split by columns or in blocks, whose elements here are no neighbours there, only a start that no other part has.
+        """
         return self.first + (0 if self.parameter.split is None else self.part * self.whole_elements)
 
     def runs_of(self, l: int):

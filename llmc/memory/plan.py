@@ -198,7 +198,7 @@ class PlannedTensor:
 class Plan:
     """Where every byte lives, for one set of options.
 
-    arenas       purpose -> bytes, in the order they are allocated
+    arenas       purpose -> bytes
     tensors      name -> PlannedTensor, the activation arena's contents
     schedule     the stages of a block's backward pass
     segments     which blocks run forward again before backward, and where each residual3 lies
@@ -416,7 +416,7 @@ def widens(options: PlanOptions) -> bool:
 
 
 def update_room(options: PlanOptions) -> int:
-    """Elements that the update handles at a time: at least one whole tensor of a layer that is smaller than a block."""
+    """Elements that the update handles at a time. Tensors no longer than a layer's largest bias (4C) are never cut."""
     C, Vp = options.config.channels, options.config.padded_vocab_size
     biggest = max(Vp * C, 4 * C * C) // options.tensor_parallel
     at_once = CHECKPOINT_ELEMENTS if options.fused else TUNING[options.device].update_elements

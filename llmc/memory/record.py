@@ -17,7 +17,7 @@ class MemoryRecord:
 
     plan      options, bytes of every arena and column, total, and every tensor
     flags     every setting of the command line
-    measured  peak bytes since the start at the end of build, first step, evaluation, sampling, checkpoint, resume and of the
+    measured  peak bytes since the start at the end of build, first step, evaluation, HellaSwag, sampling, checkpoint, resume and of the
               run, each with the peak over `baseline_bytes`, what was in use before the first arena was allocated
     speed     mean step time without the first step, and tokens per second
     """

@@ -30,7 +30,7 @@ PURPOSES = {
     "gradients all parts have": ("parts", True),
     "loss and norm": ("all", True),
 }
-STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # do not gather what nothing was gathered over since
+STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # read rows that an earlier stage gathered, and nothing replaced since
 
 
 @dataclass(frozen=True, slots=True)
