@@ -34,7 +34,9 @@ from llmc.config import ModelConfig
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
 )  # fmt: skip
-from llmc.errors import NotEnoughMemory, RankLost, UserError, code_of_lost_output, end_with, is_out_of_memory
+from llmc.errors import (
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, code_of_lost_output, end_with, is_out_of_memory,
+)  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.interrupt import StopRequest
@@ -77,16 +79,16 @@ def main(argv=None) -> int:
         print(end="", flush=True)  # here, where a failure is ours to name
         return 0
     except UserError as error:
-        return end_with(f"error: {error}", 2)
+        return end_with(f"error: {error}", INPUT_CODE)
     except NotEnoughMemory as error:
-        return end_with(f"error: {error}\n\n{not_enough_memory(error)}", 3)
+        return end_with(f"error: {error}\n\n{not_enough_memory(error)}", MEMORY_CODE)
     except RankLost as error:
         return end_with("" if error.said_elsewhere else f"error: {error}", error.code)
     except KeyboardInterrupt:
-        return end_with("interrupted before the first step; nothing was lost", 130)
+        return end_with("interrupted before the first step; nothing was lost", INTERRUPT_CODE)
     except ModuleNotFoundError as error:
         advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
-        return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", 2)
+        return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", INPUT_CODE)
     except OSError as error:
         return code_of_lost_output(error)
 

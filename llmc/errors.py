@@ -4,12 +4,14 @@ import errno
 import os
 import sys
 
+OUTPUT_CODE, INPUT_CODE, MEMORY_CODE, LOST_CODE, INTERRUPT_CODE = 1, 2, 3, 4, 130  # exit codes; llmc.flags.EXIT_CODES says what they mean
+
 
 class UserError(Exception):
     """Bad input or an option that cannot be honoured.
 
     The message is one clear sentence: what, where, what was expected, what to do. The program prints it without a
-    traceback and exits with code 2. Mistakes of this program itself are asserts and ordinary exceptions instead.
+    traceback and exits with INPUT_CODE. Mistakes of this program itself are asserts and ordinary exceptions instead.
     """
 
 
@@ -19,7 +21,7 @@ def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
 
 
 class NotEnoughMemory(Exception):
-    """What was asked for does not fit, or did not after all. Exit code 3, so that a restart loop can stop on it.
+    """What was asked for does not fit, or did not after all. Exits with MEMORY_CODE, so that a restart loop can stop on it.
 
     The sentence is as in UserError. Below it the program prints the plan of `options` (llmc.memory.plan.PlanOptions) and
     the cheapest ways to fit it in `budget_bytes`, at the same number of sequences per step; with `batch_is_fixed`, as when
@@ -32,13 +34,10 @@ class NotEnoughMemory(Exception):
         self.grad_accum_steps, self.batch_is_fixed = grad_accum_steps, batch_is_fixed
 
 
-LOST_CODE = 4
-
-
 class RankLost(Exception):
-    """Another process of the run is gone, hangs or has stopped. Exit code 4: starting all of them again, with -y 1, may help.
+    """Another process of the run is gone, hangs or has stopped. Exits with LOST_CODE: starting all of them again, with -y 1, may help.
 
-    The code is that of the other where it stopped for a reason that would stop it again: 2, 3 or 130. `said_elsewhere`: another
+    The code is that of the other where it stopped for a reason that would stop it again, see FINAL_CODES. `said_elsewhere`: another
     rank prints the sentence.
     """
 
@@ -68,7 +67,7 @@ def code_of_lost_output(error: OSError) -> int:
     print_nothing_more()
     if error.errno != errno.EPIPE:
         print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
-    return 1
+    return OUTPUT_CODE
 
 
 def _can_print() -> bool:
@@ -84,8 +83,8 @@ def print_nothing_more() -> None:
 
 
 def run_script(main, on_interrupt: str = "interrupted") -> None:
-    """Call main() as a program: a UserError, or a path that cannot be used, is one line on stderr and exit code 2, Ctrl-C `on_interrupt`
-    and 130."""
+    """Call main() as a program: a UserError, or a path that cannot be used, is one line on stderr and INPUT_CODE, Ctrl-C `on_interrupt` and
+    INTERRUPT_CODE."""
     code = 0
     try:
         try:
@@ -94,12 +93,12 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
             code = end.code
         print(end="", flush=True)
     except UserError as error:
-        code = end_with(f"error: {error}", 2)
+        code = end_with(f"error: {error}", INPUT_CODE)
     except KeyboardInterrupt:
-        code = end_with(on_interrupt, 130)
+        code = end_with(on_interrupt, INTERRUPT_CODE)
     except OSError as error:
         if error.filename and error.strerror:
-            code = end_with(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", 2)
+            code = end_with(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", INPUT_CODE)
         else:
             code = code_of_lost_output(error)
     sys.exit(code)

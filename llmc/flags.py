@@ -8,7 +8,7 @@ from dataclasses import dataclass, make_dataclass
 from math import inf
 from re import compile, fullmatch
 
-from llmc.errors import LOST_CODE, UserError
+from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE, OUTPUT_CODE, UserError
 from llmc.memory.ladder import NOT_KEPT, goes_with
 
 
@@ -198,9 +198,12 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
     0: "done, or stopped by a signal, with a checkpoint if there is -o",
-    1: "the output cannot be written any more", 2: "one sentence on what to correct",
-    3: "it does not fit in memory", LOST_CODE: "another rank was lost; start all again with -y 1", 130: "Ctrl-C before the first step",
-}  # fmt: skip
+    OUTPUT_CODE: "the output cannot be written any more",
+    INPUT_CODE: "one sentence on what to correct",
+    MEMORY_CODE: "it does not fit in memory",
+    LOST_CODE: "another rank was lost; start all again with -y 1",
+    INTERRUPT_CODE: "Ctrl-C before the first step",
+}
 
 EXAMPLES = (
     ("a small model from scratch, on any machine", "-e d6 -b 4 -t 128 -d 2048 -x 200 -o log_d6 -n 50"),

@@ -30,7 +30,7 @@ import numpy as np
 from llmc.checkpoint.model_file import read_model_header
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
-from llmc.errors import UserError, full_disk_or_denied, run_script
+from llmc.errors import MEMORY_CODE, UserError, full_disk_or_denied, run_script
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
 from llmc.memory.ladder import NOT_KEPT
@@ -41,7 +41,6 @@ from scripts.plotting import check_picture, new_figure, read_speed, save_picture
 
 TRAIN = REPO / "train_gpt2.py"
 DATA = (REPO / "dev/data/stdlib/stdlib_train.bin", REPO / "dev/data/tinyshakespeare/tiny_shakespeare_train.bin")
-NOT_ENOUGH_MEMORY = 3  # train_gpt2.py's exit code for it
 # settings of train_gpt2.py that a sweep makes itself -> the option here that decides them
 OWN = {
     "model": "-e", "batch_size": "-b", "sequence_length": "-t", "train_data": "--data", "max_steps": "--steps",
@@ -244,7 +243,7 @@ def sweep(args: argparse.Namespace, further: list[str]) -> tuple[list[Run], list
     runs = [together(found[level]) for level in levels if level not in too_large]
     if not runs:
         print(*too_large.values(), sep="\n", file=sys.stderr)
-        sys.exit(NOT_ENOUGH_MEMORY)
+        sys.exit(MEMORY_CODE)
     return runs, list(too_large.values())
 
 
@@ -281,7 +280,7 @@ def train(flags: list) -> str:
     command = [sys.executable, str(TRAIN), *map(str, flags)]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     code, said = result.returncode, result.stderr.strip() or "\n".join(result.stdout.splitlines()[-5:])
-    if code == NOT_ENOUGH_MEMORY:
+    if code == MEMORY_CODE:
         return said.partition("\n")[0].removeprefix("error: ")
     if code:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from llmc.backend import open_backend
+from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
 from llmc.memory import plan as memory_plan
 from llmc.memory.plan import PlanOptions
@@ -201,7 +202,7 @@ def continue_in_new_process(run, section, rest):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(INPUT_CODE)
 
 
 def parse(argv):

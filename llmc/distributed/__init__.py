@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from llmc.distributed.place import Place, find_place
-from llmc.errors import NotEnoughMemory, RankLost, UserError, lines_of
+from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of
 
 __all__ = [
     "Place",
@@ -237,9 +237,9 @@ def told(world: World):
 def last_words(error: BaseException) -> tuple[str, int]:
     """What an exception that ends a rank is to the others, and the exit code it leads to."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
+        return "interrupted", INTERRUPT_CODE
     if isinstance(error, SystemExit):
         return "it ended early; see what it printed", 1
     if isinstance(error, (UserError, NotEnoughMemory)):
-        return str(error), 2 if isinstance(error, UserError) else 3
-    return f"{type(error).__name__}: {error}", 2 if isinstance(error, ModuleNotFoundError) else 1
+        return str(error), INPUT_CODE if isinstance(error, UserError) else MEMORY_CODE
+    return f"{type(error).__name__}: {error}", INPUT_CODE if isinstance(error, ModuleNotFoundError) else 1

@@ -7,13 +7,13 @@ was itself suspended no time has passed.
 from dataclasses import dataclass, field
 
 from llmc.distributed.rendezvous import Member
-from llmc.errors import LOST_CODE
+from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE
 
 LOST_AFTER_S = 5.0  # without a new beat
 DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so that nothing else is held against anyone
 SETTLE_S = LOST_AFTER_S + 2  # a collective that failed had another reason than a lost rank if none has shown by then
 LONGEST_LOOK_S = 1.0  # between two looks; more is a time in which this process did not run
-FINAL_CODES = (2, 3, 130)  # of a rank that stopped: trying again cannot help the others either
+FINAL_CODES = (INPUT_CODE, MEMORY_CODE, INTERRUPT_CODE)  # of a rank that stopped: trying again cannot help the others either
 DONE = "done"
 START_AGAIN = "start all ranks again, with -y 1 to resume"
 
