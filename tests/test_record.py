@@ -1,0 +1,54 @@
+"""memory.json: what a run measured beside what was planned."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from llmc.config import config_from_descriptor
+from llmc.flags import parse
+from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.record import RECORD_NAME, MemoryRecord
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record in tmp_path, of a device whose peaks are the given ones, over a baseline of 100."""
+
+    def make(*peaks):
+        readings = iter(peaks)
+        backend = SimpleNamespace(name="a device", baseline_bytes=lambda: 100, peak_bytes=lambda: next(readings))
+        return MemoryRecord(tmp_path, Plan(PlanOptions(config_from_descriptor("d6"), 1, 64)), parse([]), backend)
+
+    return make
+
+
+def written(tmp_path):
+    return json.loads((tmp_path / RECORD_NAME).read_text())
+
+
+def test_a_peak_is_that_since_the_start_though_a_later_reading_may_be_lower(record, tmp_path):
+    """Also lower than the baseline."""
+    memory = record(90, 500, 480, 510)
+    for step, name in enumerate(("build", "first step", "evaluation")):
+        memory.phase(name, step)
+    memory.start()
+    memory.end(7, 2.0, 1000)
+    assert [(row["phase"], row["step"], row["peak_bytes"], row["over_baseline_bytes"]) for row in written(tmp_path)["measured"]] == [
+        ("build", 0, 100, 0), ("first step", 1, 500, 400), ("evaluation", 2, 500, 400), ("end", 7, 510, 410),
+    ]  # fmt: skip
+    assert written(tmp_path)["speed"] == {"average_step_ms": 2.0, "tokens_per_s": 500_000.0}
+
+
+def test_a_phase_counts_when_it_first_ends(record, tmp_path):
+    memory = record(200, 300)
+    for step in range(3):
+        memory.phase("sampling", step)
+    memory.start()
+    assert [row["step"] for row in written(tmp_path)["measured"]] == [0]
+
+
+def test_nothing_is_written_before_the_run_goes_ahead(record, tmp_path):
+    """An earlier run's record stays when a resume is refused."""
+    record(200).phase("build", 0)
+    assert not (tmp_path / RECORD_NAME).exists()
