@@ -538,7 +538,7 @@ def finish_step(run, clock, launched) -> None:
 class StepClock:
     """Times steps: the last one, a running mean of tokens/s that forgets by 5% a step, and the mean of all but the first.
 
-    With graphs it is all but the first two, as the second captures them.
+    With CUDA graphs it is all but the first two, as the second captures them.
 
     On a GPU a step begins where the one before ended, unless something came between: what the host keeps it waiting for counts.
     """
@@ -548,7 +548,7 @@ class StepClock:
         self.backend, self.tokens = run.backend, run.total_batch_size
         self.flops_per_token = flops_per_token(num_parameters(config), config.num_layers, config.channels, run.settings.sequence_length)
         self.steps, self.total, self.ema, self.tokens_per_s = 0, 0.0, 0.0, 0.0
-        self.setting_up, self.last_end = 2 if run.graphs else 1, None
+        self.setting_up, self.last_end = 2 if run.graphs and run.backend.asynchronous else 1, None
 
     def start(self):
         """The mark a step starts from."""

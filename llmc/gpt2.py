@@ -502,10 +502,11 @@ class GPT2:
         """One AdamW step; `step` counts from 1. The gradient, of norm `grad_norm`, a tensor or a number, is clipped to norm 1."""
         last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
         tensors = tensor_states(self.layout, self.rng, last_seeds)
-        staged = self.ops.stage_adamw_update(tensors, self.acts, lr=learning_rate, weight_decay=weight_decay, step=step)
+        numbers = dict(lr=learning_rate, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
+        staged = self.ops.stage_adamw_update(tensors, self.acts, **numbers)
 
         def update():
-            self.ops.launch_adamw_update(self.sharing.updated(), staged, self.acts, grad_norm=grad_norm)
+            self.ops.launch_adamw_update(self.sharing.updated(), staged, self.acts)
             self.sharing.spread()
 
         self.run("update", update)

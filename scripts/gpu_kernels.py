@@ -149,7 +149,14 @@ class Room:
 # operation in halves -> its first half, on the inputs of room r; what that gives the second
 STAGED = {
     "encoder_backward": lambda r: r.operations["stage_encoder_backward"](r.order, 12345, r.scratch),
-    "adamw_update": lambda r: r.operations["stage_adamw_update"](r.tensors(), r.scratch, lr=1e-4, weight_decay=0.1, step=3),
+    "adamw_update": lambda r: r.operations["stage_adamw_update"](
+        r.tensors(),
+        r.scratch,
+        lr=1e-4,
+        weight_decay=0.1,
+        step=3,
+        grad_norm=r.scratch["grad_norm"],
+    ),
 }
 # operation -> a call of the function f, or of its second half, on the inputs of room r
 CALLS = {
@@ -176,7 +183,7 @@ CALLS = {
     "global_norm": lambda r, f: partial(
         f, r.scratch["grad_norm"], r.flat()["gradients"], r.scratch, piece=TUNING[r.options.device].update_elements,
     ),
-    "adamw_update": lambda r, f: partial(f, r.flat(), STAGED["adamw_update"](r), r.scratch, grad_norm=r.scratch["grad_norm"]),
+    "adamw_update": lambda r, f: partial(f, r.flat(), STAGED["adamw_update"](r), r.scratch),
 }  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def why_no_graphs(run, options) -> str:
     """Why a step of these options does not run as graphs here; empty if it does, as in the program."""
     if not run.graphs:
         return "graphs did not work here"
-    return "" if check_graphs(parse([]), options) else "graphs are of kernels, and without --offload-residual"
+    return "" if check_graphs(parse([]), options) else "graphs need the device's own kernels, and no --offload-residual"
 
 
 def our_step(run, config, B, T, graphs=True, **forms):

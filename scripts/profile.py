@@ -577,8 +577,8 @@ def report_lines(profile: Profile) -> list[str]:
     step, plain_ms = profile.step, profile.plain_step_ms
     lines = [f"{profile.title} on {profile.machine}", *profile.run.notes]
     if profile.run.graphs:
-        lines.append("this is the eager step, each operation launched by itself: launching counts where that is waited for. A graph of the "
-                     "step, as train_gpt2.py runs it, waits less")  # fmt: skip
+        lines.append("this is the eager step, each operation launched by itself, and the time that takes counts where the device or a core "
+                     "waits for it. A graph of the step, as train_gpt2.py runs it, waits less")  # fmt: skip
     table = []
     for phase, rows in groupby(profile.rows, key=lambda row: row.phase):
         rows = list(rows)

@@ -92,7 +92,7 @@ def test_without_triton_its_sections_are_skipped_with_the_reason(tmp_path):
     for name in ("kernels", "tune"):
         assert sections[name]["status"] == "skipped" and "no triton in this environment" in sections[name]["reason"]
     assert sections["steps"]["status"] == "ran" and len(sections["steps"]["tables"][""]) == 3
-    assert sections["steps"]["not_run"][0].startswith(f"{EAGER}: graphs are of kernels")
+    assert sections["steps"]["not_run"][0].startswith(f"{EAGER}: graphs need the device's own kernels")
     assert sections["profile"]["reason"] == "not among the sections of --only"
 
 
@@ -260,7 +260,7 @@ def test_graphs_are_left_out_where_the_program_leaves_them_out(run):
     card = dict(device="cuda", kernels="triton")
     assert gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **card)) == ""
     for forms in (card | {"kernels": "torch"}, card | {"offload_residual": True}, card | {"device": "cpu"}):
-        assert "graphs are of kernels" in gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **forms))
+        assert "graphs need the device's own kernels" in gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **forms))
     run.graphs = False
     assert gpu_steps.why_no_graphs(run, run.options(TINY, 1, 8, **card)) == "graphs did not work here"
 

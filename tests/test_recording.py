@@ -1,8 +1,12 @@
 """A CPU's graphs: lists of the calls that a step makes, and the same bits as steps that run as they come."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("numba", reason="no numba here, and recordings are of its kernels: python -m pip install numba", exc_type=ImportError)
 
@@ -14,7 +18,8 @@ from llmc.checkpoint.model_file import write_model
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs, graphs_on
-from llmc.kernels_cpu import door
+from llmc.kernels_cpu import door, gelu
+from llmc.kernels_cpu.gelu import gelu_forward
 from llmc.kernels_cpu.global_norm import global_norm
 from llmc.kernels_cpu.recording import Recording
 from llmc.memory.plan import Plan, PlanOptions
@@ -46,29 +51,36 @@ def test_what_is_recorded_happens_at_a_replay_with_what_memory_holds_then():
         y.copy_(x)
         y[:2].mul_(2.0)
         global_norm(norm, y, {"norm_partials": partials}, piece=2)
-        torch.sum(y, 0, keepdim=True, out=x[1:])
+        torch.sum(y, 0, keepdim=True, out=x[1:]).add_(1.0)
+        low, high = y.split(1)
+        high.sub_(low).add_(low)
 
     work()
-    assert norm.item() == pytest.approx(np.sqrt(4 + 16)) and x[1] == 6
+    assert norm.item() == pytest.approx(np.sqrt(4 + 16)) and x[1] == 7
     recording = Recording(work)
-    assert norm.item() == pytest.approx(np.sqrt(4 + 16)) and x[1] == 6, "a recording changes nothing"
+    assert norm.item() == pytest.approx(np.sqrt(4 + 16)) and x[1] == 7, "a recording changes nothing"
     for _ in range(2):
         x[0], x[1] = 3, 1.5
         recording.replay()
-        assert norm.item() == pytest.approx(np.sqrt(36 + 9)) and x[1] == 9
+        assert norm.item() == pytest.approx(np.sqrt(36 + 9)) and x[1] == 10
 
 
 @pytest.mark.parametrize("work, what", [
-    (lambda t: t + 1, "aten.add"), (lambda t: t.item(), "_local_scalar_dense"), (lambda t: t.sum(), "aten.sum"),
-    (lambda t: t.clone(), "aten.clone"), (lambda t: torch.zeros(3), "aten.zeros"),
+    (lambda t: t + 1, "aten.add.Tensor makes a new tensor"), (lambda t: t[0].item(), "_local_scalar_dense.default asks for a number"),
+    (lambda t: t.sum(), "aten.sum.default makes a new tensor"), (lambda t: t.clone(), "aten.clone.default makes a new tensor"),
+    (lambda t: torch.zeros(3), "aten.zeros.default makes a new tensor"),
+    (lambda t: torch.max(t, 0, out=(t, t.long())), "aten._to_copy.default makes a new tensor"),
+    (lambda t: torch._foreach_add_([t, t], 1.0), "aten._foreach_add_.Scalar writes to more than one tensor"),
+    (lambda t: gelu_forward(t.view(1, 1, 3), t.view(1, 1, 3), {}), "the kernel _gelu_forward has not run with such arguments before"),
 ])  # fmt: skip
-def test_what_writes_nowhere_in_the_plan_cannot_be_recorded(work, what):
+def test_what_writes_nowhere_in_the_plan_cannot_be_recorded(monkeypatch, work, what):
     """Replays would not do it again; as an error of Graphs it is a sentence with a way out."""
-    t = torch.ones(3)[:1]
+    monkeypatch.setattr(gelu._gelu_forward, "overloads", {})
+    t = torch.ones(3)
     with pytest.raises(RuntimeError, match=what):
         Recording(lambda: work(t))
     graphs = Graphs(Recording)
-    graphs.run("norm", lambda: work(t))
+    graphs.run("norm", lambda: None)
     with pytest.raises(UserError, match=f"^the norm cannot be captured as a graph .*{what}.*; use --cuda-graph 0$"):
         graphs.run("norm", lambda: work(t))
 
@@ -126,6 +138,52 @@ def test_a_step_calls_no_operation_of_the_model_once_it_is_recorded():
     assert called == []
 
 
+@pytest.mark.parametrize("options", [
+    {"precision": "fp32"}, {"precision": "bf16", "matmul": "numba", "head_chunk": 1, "master": "bits16", "optimizer_state": "bf16"},
+], ids=lambda o: o["precision"])  # fmt: skip
+def test_all_that_is_recorded_lies_in_the_plan(monkeypatch, options):
+    """Whatever else a call referred to would stay as it was: only GELU's tables may."""
+    recordings = []
+    monkeypatch.setattr("llmc.kernels_cpu.recording.Recording", lambda work: recordings.append(Recording(work)) or recordings[-1])
+    model = build(graphs_on("cpu"), **options)
+    trained(model, steps=2)
+    arenas = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*model.flat.values(), *model.acts.values())]
+    tables = {table.ctypes.data for table in gelu._tables()}
+    assert len(recordings) == 5
+    for function, args in (call for recording in recordings for call in recording._calls):
+        for x in tree_leaves((args, getattr(function, "args", ()), getattr(function, "keywords", {}))):
+            if isinstance(x, torch.Tensor):
+                start, n_bytes = x.data_ptr(), x.nbytes
+            elif isinstance(x, np.ndarray):
+                start, n_bytes = x.ctypes.data, x.nbytes
+            else:
+                continue
+            assert start in tables or any(first <= start and start + n_bytes <= end for first, end in arenas), (function, x)
+
+
+def test_a_norm_that_is_a_number_is_that_of_its_own_step():
+    left = {}
+    for graphs in (None, graphs_on("cpu")):
+        model = build(graphs)
+        for step in range(4):
+            model.train(*batch(step))
+            model.update(1e-2, 0.1, step + 1, float(model.grad_norm()) * (step + 1))
+        left[graphs is None] = raw(model.flat["parameters"])
+    assert left[True] == left[False]
+
+
+def test_the_memory_of_a_model_goes_with_it_and_its_recordings():
+    model = build(graphs_on("cpu"))
+    trained(model, steps=2)
+    memory = [weakref.ref(t) for t in model.acts.values()]
+    gc.disable()
+    try:
+        del model
+        assert [t for t in memory if t() is not None] == []
+    finally:
+        gc.enable()
+
+
 def test_weights_that_were_loaded_are_those_that_recorded_steps_use():
     """A recording knows addresses, not values: after a resume in place it goes on from there."""
     model, fresh = build(graphs_on("cpu")), build()
@@ -149,18 +207,21 @@ def test_samples_between_recorded_steps_disturb_them_no_more_than_eager_ones():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_program_trains_to_the_same_bits_with_graphs_and_without(case, tmp_path, precision):  # noqa: F811
+def test_the_program_trains_to_the_same_bits_with_graphs_and_without(case, tmp_path, monkeypatch, precision):  # noqa: F811
     """Micro-steps, evaluations, samples, checkpoints and a resume in between; graphs are the default."""
     weights = torch.randn(num_parameters(CONFIG), generator=torch.Generator().manual_seed(1)) * 0.02
     write_model(tmp_path / "bf16.bin", CONFIG, "bf16", [weights.bfloat16().view(torch.uint8).numpy()])
     common = [*inputs(case)[:4], "-e", tmp_path / "bf16.bin" if precision == "bf16" else case / "model.bin"]
     common += ["-b 2 -t 16 -d 64 -l 1e-3 -v 2 -m 1 -s 3 -g 8 -n 3 --kernels numba --precision", precision]
-    printed, files = {}, {}
+    printed, files, replays, replay = {}, {}, [], Recording.replay
+    monkeypatch.setattr(Recording, "replay", lambda recording: replays.append(1) or replay(recording))
     for graph in ("0", "auto"):
         folder = tmp_path / graph
+        assert not replays
         out = ran(*common, "-o", folder, "-x 3 --cuda-graph", graph) + ran(*common, "-o", folder, "-x 5 -y 1 --cuda-graph", graph)
         assert out.count(f", graphs: {'off' if graph == '0' else 'on'}\n") == 2
         printed[graph] = losses(out)
         files[graph] = {path.name: path.read_bytes() for path in folder.glob("*_0000000*")}
+    assert len(replays) >= 2 * (1 + 1)  # each run's second step and those after it: micro-steps and updates at the least
     assert len(printed["0"]) == 5 and printed["auto"] == printed["0"]
     assert len(files["0"]) >= 4 and files["auto"] == files["0"]

@@ -8,7 +8,7 @@ the last few elements of a tensor whose size is no multiple of 16, where the CPU
 
 from llmc.kernels import door
 from llmc.kernels.door import fma, jit, load, round_by, rounding_noise, tl
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks, stage_norm
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
 
 CHUNK, ELEMENTS = 8192, 1024  # of a program, and of its working set
 ALIGNMENT = 16  # elements: where every tensor and layer starts at a multiple of it, loads are as wide as they can be
@@ -84,15 +84,14 @@ def _adamw(
             tl.store(master_bits + at, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
 
 
-def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
+def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_norm):
     """What launching needs, the same for the same tensors. Scratch: see stage_chunks."""
-    return stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step)
+    return stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
 
 
-def launch_adamw_update(flat, staged, scratch, *, grad_norm):
-    """The update that was staged. Scratch: as there, and grad_norm (1,) fp32."""
+def launch_adamw_update(flat, staged, scratch):
+    """The update that was staged. Scratch: as there."""
     layout, programs = staged
-    stage_norm(grad_norm, scratch)
     params = flat["parameters"]
     in_fp32 = params.element_size() == 4
     form = WEIGHTS if in_fp32 else COPY if "master" in flat else BITS if "master_bits" in flat else NONE
@@ -105,5 +104,5 @@ def launch_adamw_update(flat, staged, scratch, *, grad_norm):
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step)
-    launch_adamw_update(flat, staged, scratch, grad_norm=grad_norm)
+    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
+    launch_adamw_update(flat, staged, scratch)

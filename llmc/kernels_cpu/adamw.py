@@ -11,7 +11,7 @@ from llmc.kernels_cpu.door import (
     F1, LOW, S16, array, bits_of, fma, float_of, helper, iadd, iand, ior, ishl, ishr, isub, ixor, jit, load, load_bits, noise_of_row,
     prange, rounding_noise, select, sqrt, store, store_bits, store_rounded,
 )  # fmt: skip
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks, stage_norm
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
 from llmc.memory.plan import ROUNDING_BLOCK
 
 CHUNK = 32 * ROUNDING_BLOCK  # elements that a thread does at a time: at most so much work is uneven
@@ -58,17 +58,11 @@ def _number(numbers, i):
 
 @helper
 def _update_chunk(chunk, params, grads, m_state, v_state, master, master_bits, layout, numbers, divisor):
-    """layout and numbers are stage_chunks', flat."""
-    t, tensors = 0, len(layout) // 5
-    while t + 1 < tensors and chunk >= layout[5 * (t + 1)]:
+    """layout and numbers are stage_chunks'."""
+    t, tensors = 0, len(layout)
+    while t + 1 < tensors and chunk >= layout[t + 1, 0]:
         t += 1
-    first_chunk, start, elements, chunks, whole_first = (
-        layout[5 * t],
-        layout[5 * t + 1],
-        layout[5 * t + 2],
-        layout[5 * t + 3],
-        layout[5 * t + 4],
-    )
+    first_chunk, start, elements, chunks, whole_first = layout[t, 0], layout[t, 1], layout[t, 2], layout[t, 3], layout[t, 4]
     layer = (chunk - first_chunk) // chunks
     first = (chunk - first_chunk - layer * chunks) * CHUNK
     layer_start = start + layer * elements
@@ -94,20 +88,19 @@ def _adamw(params, grads, m_state, v_state, master, master_bits, layout, chunks,
         _update_chunk(np.int64(chunk), params, grads, m_state, v_state, master, master_bits, layout, numbers, divisor)
 
 
-def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
+def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_norm):
     """What launching needs, the same for the same tensors. Scratch: see stage_chunks."""
-    _, chunks = stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step)
+    _, chunks = stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
     return chunks
 
 
-def launch_adamw_update(flat, staged, scratch, *, grad_norm):
-    """The update that was staged; gradients stay as they are. Scratch: as there, and grad_norm (1,) fp32."""
-    stage_norm(grad_norm, scratch)
+def launch_adamw_update(flat, staged, scratch):
+    """The update that was staged; gradients stay as they are. Scratch: as there."""
     arenas = [array(flat[name]) if name in flat else None for name in ("parameters", "gradients", "m", "v", "master", "master_bits")]
     layout, numbers, norm = (array(scratch[name]) for name in ("update_layout", "update_numbers", "grad_norm"))
-    door.launch(_adamw, *arenas, layout, staged, numbers, norm)
+    door.launch(_adamw, *arenas, layout.reshape(scratch["update_layout"].shape), staged, numbers, norm)
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step)
-    launch_adamw_update(flat, staged, scratch, grad_norm=grad_norm)
+    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
+    launch_adamw_update(flat, staged, scratch)

@@ -145,11 +145,14 @@ _calls = None  # of the recording that is being made
 
 def launch(kernel, *args):
     """Run a kernel on as many threads as torch uses; in a recording, keep the call instead."""
-    if _calls is not None:
-        _calls.append((kernel.get_overload(tuple(map(numba.typeof, args))), args))
+    if _calls is None:
+        use_threads()
+        kernel(*args)
         return
-    use_threads()
-    kernel(*args)
+    compiled = kernel.overloads.get(tuple(map(numba.typeof, args)))
+    if compiled is None:
+        raise RuntimeError(f"the kernel {kernel.__name__} has not run with such arguments before")
+    _calls.append((compiled.entry_point, args))
 
 
 @contextmanager

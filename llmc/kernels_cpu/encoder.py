@@ -38,7 +38,7 @@ def _encoder_forward(out, inputs, wte, wpe, T, C):
 
 @jit
 def _encoder_backward(dwte, dwpe, dout, positions, groups, B, T, C, first_noise_row, seeds, in_fp32, accumulate):
-    """groups are starts, then tokens, both of as many groups as there could be, and one more."""
+    """positions, groups and seeds are the token_order, token_groups and token_seed of stage_encoder_backward, flat."""
     seed, tokens = np.uint32(seeds[0]), len(groups) // 2
     for t in prange(T):
         total = aligned(C)

@@ -1,7 +1,7 @@
 """A step as a list of calls: what a CUDA graph of it is on a GPU.
 
-Between two kernels Python finds the next one's arguments. Each kernel drives Python's own code and data out of the caches, so that takes
-50 to 100 us, a hundredth of a second in all, while every core waits. A call that was recorded takes 15 to 25.
+Between two kernels Python finds the arguments of the next one. As each kernel drives Python's own code and data out of the caches, that
+takes it 50 to 100 us, 25 ms in a step of d12, while all cores wait. To repeat a recorded call takes it 15 to 25 us.
 """
 
 from functools import partial
@@ -15,8 +15,9 @@ from llmc.kernels_cpu import door
 class Recording:
     """What work() does to the memory there is, by kernels and by torch's operations, to be done again with the very same arguments.
 
-    Making it changes nothing. A number among the arguments keeps its value, a tensor its place; Python itself is not repeated. All kernels
-    must have run before with arguments of such types. Raises RuntimeError where torch would make a new tensor, or tell a number.
+    Making it changes nothing. A number among the arguments keeps its value, a tensor its place in memory; Python itself is not repeated,
+    and neither is what work() does through numpy or copies from a tensor that it makes of numbers. All kernels must have run before with
+    arguments of such types. Raises RuntimeError where torch would make a new tensor, or tell a number.
     """
 
     def __init__(self, work):
@@ -30,7 +31,7 @@ class Recording:
 
 
 class _Operations(TorchDispatchMode):
-    """Adds torch's operations that write into their arguments to the calls; views are made at once."""
+    """Adds torch's operations that write into one of their arguments to the calls; views are made at once."""
 
     def __init__(self, calls):
         super().__init__()
@@ -38,26 +39,31 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # nothing here is compiled, and importing the compiler takes a second
+        return False  # private to torch: without it the mode would import torch's compiler, which takes a second
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function._schema.is_mutable:
-            self.calls.append((partial(function, *args, **kwargs), ()))
-            return _written(function, args, kwargs)
-        result = function(*args, **kwargs)
-        if not isinstance(result, torch.Tensor) or _memory(result) not in map(_memory, filter(torch.is_tensor, args)):
-            raise RuntimeError(f"{function} writes to no memory of the plan")
-        return result
+        if not function._schema.is_mutable:
+            return _views(function, function(*args, **kwargs), args)
+        written = [i for i, argument in enumerate(function._schema.arguments) if argument.is_write]
+        if len(written) != 1 or len(function._schema.returns) != 1:
+            raise RuntimeError(f"{function} writes to more than one tensor")
+        self.calls.append((partial(function, *args, **kwargs), ()))
+        name = function._schema.arguments[written[0]].name
+        return kwargs[name] if name in kwargs else args[written[0]]
+
+
+def _views(function, result, args):
+    """The result of an operation that writes nothing: one view of an argument, or several."""
+    known = {_memory(t) for t in args if isinstance(t, torch.Tensor)}
+    for t in result if isinstance(result, (list, tuple)) else [result]:
+        if not isinstance(t, torch.Tensor):
+            raise RuntimeError(f"{function} asks for a number")
+        if _memory(t) not in known:
+            raise RuntimeError(f"{function} makes a new tensor")
+    return result
 
 
 def _memory(tensor):
-    """What a tensor and its views share."""
+    """Where what a tensor and its views share begins."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _written(function, args, kwargs):
-    """The one argument that an operation writes and returns."""
-    for i, argument in enumerate(function._schema.arguments):
-        if argument.is_write:
-            return kwargs[argument.name] if argument.name in kwargs else args[i]

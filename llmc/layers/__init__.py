@@ -44,12 +44,12 @@ def in_halves(functions: dict) -> dict:
         order, seed = staged
         functions["encoder_backward"](dwte, dwpe, dout, inputs, order, scratch, seed=seed, accumulate=accumulate)
 
-    def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step):
-        return tensors, dict(lr=lr, weight_decay=weight_decay, step=step)
+    def stage_adamw_update(tensors, scratch, **numbers):
+        return tensors, numbers
 
-    def launch_adamw_update(flat, staged, scratch, *, grad_norm):
+    def launch_adamw_update(flat, staged, scratch):
         tensors, numbers = staged
-        functions["adamw_update"](flat, tensors, scratch, **numbers, grad_norm=grad_norm)
+        functions["adamw_update"](flat, tensors, scratch, **numbers)
 
     halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
     return {f.__name__: f for f in halves}

@@ -121,11 +121,12 @@ def chunk_layout(tensors, chunk: int):
     return layout, first
 
 
-def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step):
+def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step, grad_norm):
     """For kernels: copy what changes from step to step to where they find it; returns chunk_layout(tensors, chunk).
 
     Scratch: update_layout (tensors, 5) int64, that layout; update_numbers (3 * tensors + 2,) int32: the seeds, the last seeds, and as the
-    bits of fp32 numbers what weight decay leaves of a weight, -lr over m's correction, and the root of v's.
+    bits of fp32 numbers what weight decay leaves of a weight, -lr over m's correction, and the root of v's; grad_norm (1,) fp32, which
+    may be the very tensor that is given.
     """
     layout, chunks = chunk_layout(tensors, chunk)
     floats = [1 - lr * weight_decay * t.decay for t in tensors]
@@ -133,13 +134,9 @@ def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step):
     seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
     copy_in(scratch["update_layout"], layout)
     copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
-    return layout, chunks
-
-
-def stage_norm(grad_norm, scratch):
-    """For kernels: see that scratch grad_norm (1,) fp32 holds a norm, which is that very tensor, another, or a number."""
     if not isinstance(grad_norm, torch.Tensor) or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
         scratch["grad_norm"].fill_(float(grad_norm))
+    return layout, chunks
 
 
 def pieces_of(t, scratch):
