@@ -32,6 +32,7 @@ from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
 from llmc.kernels import other_matmuls
 from llmc.logger import Logger, format_step_line
+from llmc.memory.choose import in_mib
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB, Plan
 from llmc.mfu import flops_per_token
@@ -89,7 +90,13 @@ class OurTrainer:
         s, _ = settle_kernels_of(parse(words.split()), backend)
         options = plan_options(s, config, precision, backend.kind)
         graphs = graphs_on(backend.kind) if check_graphs(s, options) else None
-        self.model, self.backend = GPT2(Plan(options), backend.device, graphs=graphs), backend
+        plan, free = Plan(options), backend.free_bytes()
+        if plan.total_bytes > free:
+            raise UserError(
+                f"a step of {args.model} -b {args.batch_size} -t {args.sequence_length} -r {args.recompute} in {precision} needs "
+                f"{in_mib(plan.total_bytes)} MiB, and there are {free // MIB} MiB; use a smaller -e, -b or -t, or a higher -r"
+            )
+        self.model, self.backend = GPT2(plan, backend.device, graphs=graphs), backend
         self.model.init_random()
         self.steps = 0
 

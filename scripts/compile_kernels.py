@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from llmc.config import ModelConfig
+from llmc.errors import run_script
 from llmc.gpt2 import GPT2
 from llmc.kernels import door
 from llmc.memory.plan import Plan, PlanOptions
@@ -123,4 +124,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
