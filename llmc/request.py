@@ -186,7 +186,7 @@ def check_graphs(s: Settings, o: PlanOptions) -> bool:
     why_not, kernels = "", "triton" if o.device == "cuda" else "numba"
     if o.kernel_set != kernels:
         why_not = f"torch's operators ask the host for numbers in the middle of a step; use --kernels {kernels}"
-    elif o.device == "cpu" and widens(o):
+    elif widens(o):
         why_not = "torch's matmuls of widened factors take their precision from the host; use --matmul numba"
     elif o.world > 1:
         why_not = "what several processes tell each other is not captured; use one process"

@@ -80,8 +80,7 @@ def compare_with(run, record, label, **options):
                 ms, spread, loss = measure_steps(run, theirs)
             again, _, _ = measure_steps(run, ours)
             del theirs
-            if run.cuda:
-                free_memory()
+            free_memory()
             second, _, _ = measure_steps(run, our_step(run, s.config, s.B, s.T, recompute=2)[0])
             row = {"plain PyTorch": f"{how}, {label}", "ms": ms, "spread": spread} | speed(run, s.config, s.B, s.T, ms) | peak
             row |= {"set-up s": set_up, "loss": loss, "ours -r 0 ms": first, "ours -r 2 ms": second, "ours -r 0 again ms": again}

@@ -150,14 +150,9 @@ class Room:
 STAGED = {
     "encoder_backward": lambda r: r.operations["stage_encoder_backward"](r.order, 12345, r.scratch),
     "adamw_update": lambda r: r.operations["stage_adamw_update"](
-        r.tensors(),
-        r.scratch,
-        lr=1e-4,
-        weight_decay=0.1,
-        step=3,
-        grad_norm=r.scratch["grad_norm"],
+        r.tensors(), r.scratch, lr=1e-4, weight_decay=0.1, step=3, grad_norm=r.scratch["grad_norm"],
     ),
-}
+}  # fmt: skip
 # operation -> a call of the function f, or of its second half, on the inputs of room r
 CALLS = {
     "encoder_forward": lambda r, f: partial(f, r.x(), r.tokens, r.wte(), r.wpe()),

@@ -777,6 +777,8 @@ STREAMS = {  # command -> exit code of the program, what stderr holds
     "help into a full disk": ("$TRAIN --help > /dev/full; echo $?", 1, "error: printing failed: No space left on device"),
     "a script's help into a pipe nobody reads": ("$SCRIPTS/prepare_text.py --help | true; echo ${PIPESTATUS[0]}", (0, 1), ""),
     "a script's help into a full disk": ("$SCRIPTS/plot_log.py --help > /dev/full; echo $?", 1, "error: printing failed: No space left"),
+    "too large a bench": ("$SCRIPTS/bench.py -e gpt3:c12288 -b 1 -t 64 --only ours > /dev/null; echo $?", 2,
+                          "error: a step of gpt3:c12288 -b 1 -t 64 -r 0 in"),
     "too long a bench": ("$SCRIPTS/bench.py -b 1 -t 1030 --only ours > /dev/null; echo $?", 2, "error: -t 1030: the model knows 1024"),
     "a script's path that nobody may have": (f"$SCRIPTS/plot_log.py {'x' * 300}; echo $?", 2, "x: File name too long; check the path, its"),
     "a script's error without stdout": ("exec 3>&1; $SCRIPTS/plot_log.py nothing >&- 3>&3; echo $? >&3", 2, "error: "),

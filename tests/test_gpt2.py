@@ -22,6 +22,7 @@ from llmc.memory.plan import MIB, Plan, PlanOptions
 from llmc.memory.tables import PARAMETERS
 from llmc.rand import XorShift
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
+from whole_steps import raw
 
 TESTS = Path(__file__).parent
 PRECISIONS = ["fp32", "bf16"]
@@ -79,10 +80,6 @@ def train_step(model, step, accumulation=1, lr=1e-2, first_batch=0):
     norm, gradients = model.grad_norm(), raw(model.flat["gradients"])
     model.update(lr, 0.1, step + 1, norm)
     return model.mean_loss(accumulation), norm.item(), gradients
-
-
-def raw(tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def state(model):

@@ -14,13 +14,11 @@ pytest.importorskip("triton", reason="no triton here, and graphs are of its kern
 
 from recorded_graph import RecordedGraph
 from test_kernels import patched_once, sized_chunks  # noqa: F401  (a fixture, which makes the interpreter twice as fast)
-from whole_steps import TINY, B, T, trained
+from whole_steps import build, put_back, trained
 
 from llmc.errors import UserError
-from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs, capture_cuda_graph
 from llmc.memory import plan as plan_module
-from llmc.memory.plan import Plan, PlanOptions
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a card tests/test_cuda.py has real graphs")
 
@@ -33,12 +31,6 @@ def no_grad(monkeypatch):
     sized_chunks(monkeypatch, 512, 512)
     with torch.no_grad():
         yield
-
-
-def build(graphs=None, **options):
-    model = GPT2(Plan(PlanOptions(TINY, B, T, kernels="triton", sample_length=8, **options)), graphs=graphs)
-    model.init_random()
-    return model
 
 
 class Recorded:
@@ -62,8 +54,8 @@ class Recorded:
 ], ids=lambda o: "-".join(map(str, o.values())))  # fmt: skip
 def test_graphs_and_eager_give_the_same_bits_step_after_step(no_grad, options):
     """Losses, norms, gradients, weights, moments and evaluations, with a learning rate and seeds that change at every step."""
-    eager, recorded = trained(build(**options)), Recorded()
-    recorded.model = model = build(recorded.graphs, **options)
+    eager, recorded = trained(build("triton", **options)), Recorded()
+    recorded.model = model = build("triton", recorded.graphs, **options)
     ours = trained(model)
     assert list(ours) == list(eager) and [name for name in ours if ours[name] != eager[name]] == []
     # micro-step 0, the later ones, norm, update, evaluation
@@ -73,12 +65,10 @@ def test_graphs_and_eager_give_the_same_bits_step_after_step(no_grad, options):
 def test_weights_that_were_loaded_are_those_that_graphs_use(no_grad):
     """A graph knows addresses, not values: after a resume in place it goes on from there."""
     recorded = Recorded()
-    recorded.model = model = build(recorded.graphs)
+    recorded.model = model = build("triton", recorded.graphs)
     trained(model)
-    fresh = build()
-    for name, arena in model.flat.items():
-        arena.copy_(fresh.flat[name])
-    model.rng.state, model.rng_state_last_update = fresh.rng.state, fresh.rng_state_last_update
+    fresh = build("triton")
+    put_back(model, fresh)
     assert trained(model, 1) == trained(fresh, 1)
 
 

@@ -27,6 +27,7 @@ from test_layers import (
     DTYPES, bits, classifier_case, dtypes, encoder_scratch, judge, judge_classifier, layernorm_case, noise,
     norm_of_projection, norm_scratch, rounding_scratch, row_scratch, same_bits, tokens_of, unwritten, update_case,
 )  # fmt: skip
+from whole_steps import raw
 
 from llmc.backend import open_backend
 from llmc.checkpoint.saved_state import SavedState
@@ -916,10 +917,6 @@ def build(kernels, precision, config=TINY, own_bytes=False, B=B, T=T, **options)
 def batch(step):
     tokens = np.random.default_rng(step).integers(0, TINY.vocab_size, (B, T + 1))
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-
-
-def raw(tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def accumulate_gradients(model, step, micro_steps=2):

@@ -12,17 +12,15 @@ pytest.importorskip("numba", reason="no numba here, and recordings are of its ke
 
 from test_loop import case, inputs, losses, ran  # noqa: F401  (a fixture)
 from case_a import CONFIG
-from whole_steps import TINY, B, T, batch, raw, trained
+from whole_steps import batch, build, put_back, raw, trained
 
 from llmc.checkpoint.model_file import write_model
 from llmc.errors import UserError
-from llmc.gpt2 import GPT2
 from llmc.graphs import Graphs, graphs_on
 from llmc.kernels_cpu import door, gelu
 from llmc.kernels_cpu.gelu import gelu_forward
 from llmc.kernels_cpu.global_norm import global_norm
 from llmc.kernels_cpu.recording import Recording
-from llmc.memory.plan import Plan, PlanOptions
 from llmc.memory.tables import num_parameters
 
 
@@ -31,12 +29,6 @@ def no_grad():
     """As the program runs."""
     with torch.no_grad():
         yield
-
-
-def build(graphs=None, **options):
-    model = GPT2(Plan(PlanOptions(TINY, B, T, kernels="numba", sample_length=8, **options)), graphs=graphs)
-    model.init_random()
-    return model
 
 
 # ----------------------------------------------------------------------------
@@ -121,13 +113,13 @@ def test_a_replay_uses_as_many_threads_as_torch():
 ], ids=lambda o: "-".join(map(str, o.values())))  # fmt: skip
 def test_recorded_steps_and_eager_ones_give_the_same_bits(options):
     """Losses, norms, gradients, weights, moments and evaluations, with a learning rate, tokens and seeds that change at every step."""
-    eager, ours = trained(build(**options), steps=4), trained(build(graphs_on("cpu"), **options), steps=4)
+    eager, ours = trained(build("numba", **options), steps=4), trained(build("numba", graphs_on("cpu"), **options), steps=4)
     assert list(ours) == list(eager) and [name for name in ours if ours[name] != eager[name]] == []
 
 
 def test_a_step_calls_no_operation_of_the_model_once_it_is_recorded():
     """Or it would be no faster."""
-    model, called = build(graphs_on("cpu")), []
+    model, called = build("numba", graphs_on("cpu")), []
     trained(model, steps=2)
     for name, operation in vars(model.ops).items():
         if not name.startswith("stage_"):
@@ -145,7 +137,7 @@ def test_all_that_is_recorded_lies_in_the_plan(monkeypatch, options):
     """Whatever else a call referred to would stay as it was: only GELU's tables may."""
     recordings = []
     monkeypatch.setattr("llmc.kernels_cpu.recording.Recording", lambda work: recordings.append(Recording(work)) or recordings[-1])
-    model = build(graphs_on("cpu"), **options)
+    model = build("numba", graphs_on("cpu"), **options)
     trained(model, steps=2)
     arenas = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*model.flat.values(), *model.acts.values())]
     tables = {table.ctypes.data for table in gelu._tables()}
@@ -161,19 +153,22 @@ def test_all_that_is_recorded_lies_in_the_plan(monkeypatch, options):
             assert start in tables or any(first <= start and start + n_bytes <= end for first, end in arenas), (function, x)
 
 
-def test_a_norm_that_is_a_number_is_that_of_its_own_step():
+@pytest.mark.parametrize("norm_of, samples", [(lambda step, norm: float(norm) * (step + 1), 0), (lambda step, norm: norm, 2)],
+                         ids=["a norm that is a number", "samples in between"])  # fmt: skip
+def test_recorded_steps_take_the_norm_they_are_given_and_bear_samples_in_between_as_eager_ones_do(norm_of, samples):
     left = {}
     for graphs in (None, graphs_on("cpu")):
-        model = build(graphs)
+        model, logits = build("numba", graphs), []
         for step in range(4):
             model.train(*batch(step))
-            model.update(1e-2, 0.1, step + 1, float(model.grad_norm()) * (step + 1))
-        left[graphs is None] = raw(model.flat["parameters"])
+            model.update(1e-2, 0.1, step + 1, norm_of(step, model.grad_norm()))
+            logits += [model.next_logits(token, position) for position, token in enumerate((3, 5)[:samples])]
+        left[graphs is None] = raw(model.flat["parameters"]), np.array(logits).tobytes()
     assert left[True] == left[False]
 
 
 def test_the_memory_of_a_model_goes_with_it_and_its_recordings():
-    model = build(graphs_on("cpu"))
+    model = build("numba", graphs_on("cpu"))
     trained(model, steps=2)
     memory = [weakref.ref(t) for t in model.acts.values()]
     gc.disable()
@@ -186,24 +181,10 @@ def test_the_memory_of_a_model_goes_with_it_and_its_recordings():
 
 def test_weights_that_were_loaded_are_those_that_recorded_steps_use():
     """A recording knows addresses, not values: after a resume in place it goes on from there."""
-    model, fresh = build(graphs_on("cpu")), build()
+    model, fresh = build("numba", graphs_on("cpu")), build("numba")
     trained(model)
-    for name, arena in model.flat.items():
-        arena.copy_(fresh.flat[name])
-    model.rng.state, model.rng_state_last_update = fresh.rng.state, fresh.rng_state_last_update
+    put_back(model, fresh)
     assert trained(model, 1) == trained(fresh, 1)
-
-
-def test_samples_between_recorded_steps_disturb_them_no_more_than_eager_ones():
-    left = {}
-    for graphs in (None, graphs_on("cpu")):
-        model = build(graphs)
-        for step in range(4):
-            model.train(*batch(step))
-            model.update(1e-2, 0.1, step + 1, model.grad_norm())
-            logits = [model.next_logits(token, position) for position, token in enumerate((3, 5))]
-        left[graphs is None] = raw(model.flat["parameters"]), np.array(logits).tobytes()
-    assert left[True] == left[False]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

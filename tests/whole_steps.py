@@ -5,9 +5,17 @@ import torch
 
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
+from llmc.gpt2 import GPT2
+from llmc.memory.plan import Plan, PlanOptions
 
 TINY = ModelConfig(max_seq_len=8, vocab_size=21, num_layers=2, num_heads=2, channels=16, padded_vocab_size=24)
 B, T, ACCUM = 2, 5, 2
+
+
+def build(kernels, graphs=None, **options):
+    model = GPT2(Plan(PlanOptions(TINY, B, T, kernels=kernels, sample_length=8, **options)), graphs=graphs)
+    model.init_random()
+    return model
 
 
 def batch(number):
@@ -30,5 +38,12 @@ def trained(model, steps=3):
     return left | {name: raw(arena) for name, arena in model.flat.items()}
 
 
+def put_back(model, other):
+    """Load what another model holds, in place, as a resume does."""
+    for name, arena in model.flat.items():
+        arena.copy_(other.flat[name])
+    model.rng.state, model.rng_state_last_update = other.rng.state, other.rng_state_last_update
+
+
 def raw(tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
