@@ -15,7 +15,6 @@ from llmc.backend import copy_in
 from llmc.data.order import token_order
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
-from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row
 from llmc.layers.matmul import matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
@@ -53,8 +52,8 @@ class GPT2:
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, sizes_of(o.config, parts=o.tensor_parallel)["h"], o.config.channels
-        self.tuning, self.attention = TUNING[o.device], o.attention_kind
-        self.ops = operations(o.kernel_set, o.matmul)
+        self.tuning = TUNING[o.device]
+        self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
         self.run = graphs.run if graphs else run_at_once
         self.rng = XorShift(ROUNDING_STATE)  # seeds every stochastic rounding, on all ranks alike: they must agree on the weights
         self.rng_state_last_update = self.rng.state
@@ -246,10 +245,7 @@ class GPT2:
         self._matmul(l.qkvr, self._all_rows(l, "ln1"), l.qkvw, l.qkvb)
 
     def _attention(self, l):
-        if self.attention == "cpu":
-            self.ops.attention_cpu_forward(l.atty, l.lse, l.qkvr, self.NH, self.acts)
-        else:
-            attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.attention)
+        self.ops.attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.acts)
 
     def _attproj_ln2(self, l):
         self._summed_matmul(l.residual2, l.atty, l.attprojw, l.attprojb)
@@ -464,11 +460,7 @@ class GPT2:
 
     def _attention_backward(self, l):
         a = self.acts
-        if self.attention == "cpu":
-            self.ops.attention_cpu_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, l.atty, l.lse, self.NH, a, accumulate=self.accumulate)
-            return
-        gradients = attention_gradients(a["datty"], l.qkvr, l.atty, l.lse, self.NH, self.attention)
-        self.ops.pack_gradients(a["dqkvr"], l.dqkvb, gradients, self.NH, a, accumulate=self.accumulate)
+        self.ops.attention_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, l.atty, l.lse, self.NH, a, accumulate=self.accumulate)
 
     def _qkv_backward(self, l):
         self._gathered_matmul_backward(l, "ln1", self.acts["dln1"], l.dqkvw, self.acts["dqkvr"], l.qkvw)
@@ -576,7 +568,7 @@ class GPT2:
             self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
             matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # of one row, in which every weight is read once: torch's
-            attention_one_row(atty, qkvr, cache, position, self.NH, self.attention)
+            self.ops.attention_one_row(atty, qkvr, cache, position, self.NH)
             matmul_forward(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
             self.parts.sum_row(ln)
             residual_add_inplace(x, ln)

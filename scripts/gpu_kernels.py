@@ -11,7 +11,7 @@ import torch
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
 from llmc.kernels import operations
-from llmc.layers.attention import attention_forward, attention_gradients
+from llmc.layers.attention import library_forward, library_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.layout import flat_layout
@@ -272,10 +272,10 @@ def attention(run, record):
             lse_shape = Plan(run.options(config, B, T, attention=kind)).tensors["lse"].shape[1:]
             sets = [(run.random(B, T, C), torch.empty(lse_shape, device=run.backend.device), run.random(B, T, 3 * C)) for _ in range(2)]
             datty = run.random(B, T, C)
-            forward, spread = measure(run, *(partial(attention_forward, *s, NH, kind) for s in sets))
-            backward, _ = measure(run, *(partial(attention_gradients, datty, q, atty, lse, NH, kind) for atty, lse, q in sets))
+            forward, spread = measure(run, *(partial(library_forward, *s, NH, kind) for s in sets))
+            backward, _ = measure(run, *(partial(library_gradients, datty, q, atty, lse, NH, kind) for atty, lse, q in sets))
             atty, lse, qkvr = sets[0]
-            runs = [attention_gradients(datty, qkvr, atty, lse, NH, kind) for _ in range(3)]
+            runs = [library_gradients(datty, qkvr, atty, lse, NH, kind) for _ in range(3)]
             same = all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
             row = {"attention": label, "forward ms": forward, "spread": spread, "backward ms": backward}
             for name, ms, factor in (("forward", forward, 2), ("backward", backward, 5)):

@@ -65,7 +65,7 @@ OWN = {"-h", "--help", "-o", "--steps", "--output", "--json", "--trace", "--nvtx
 # matmul -> places of an argument with a row for every token, and of the weight or its gradient
 MATMULS = {"matmul_forward": (0, 2), "matmul_dinput": (0, 2), "matmul_dweight": (1, 0),
            "matmul_gelu_forward": (0, 3), "matmul_gelu_backward": (0, 2)}  # fmt: skip
-CALLED_BY_NAME = ("attention_", "residual_")  # functions that are not among model.ops
+CALLED_BY_NAME = ("residual_",)  # functions that are not among model.ops
 # of how many of its first tensors an operation reads what it overwrites
 IN_PLACE = {"residual_layernorm_forward": 1, "residual_add_inplace": 1, "gelu_backward_inplace": 1, "layernorm_backward": 1,
             "fused_classifier_inplace": 2, "encoder_backward": 1}  # fmt: skip

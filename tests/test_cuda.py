@@ -18,7 +18,7 @@ from llmc.backend import open_backend
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
-from llmc.layers.attention import attention_forward, attention_gradients, attention_one_row, pack_gradients
+from llmc.layers.attention import attention_one_row, library_forward, library_gradients, pack_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan, PlanOptions
@@ -56,8 +56,8 @@ def test_cuda_attention_accepts_the_arenas_views(precision, kind):
 
     qkvr, dqkvr, atty = empty(2, 33, 3 * C), empty(2, 33, 3 * C), empty(2, 33, C)
     lse = empty(*plan.tensors["lse"].shape[1:], dtype=torch.float32)
-    attention_forward(atty, lse, qkvr, NH, kind)
-    gradients = attention_gradients(atty, qkvr, atty, lse, NH, kind)
+    library_forward(atty, lse, qkvr, NH, kind)
+    gradients = library_gradients(atty, qkvr, atty, lse, NH, kind)
     assert [g.shape for g in gradients] == [(2, NH, 33, C // NH)] * 3
     scratch = {name: empty(*plan.tensors[name].shape, dtype=torch.float32) for name in ("rows", "column_sums")}
     pack_gradients(dqkvr, empty(3 * C), gradients, NH, scratch, accumulate=False)

@@ -384,8 +384,8 @@ def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run
     def gradients(datty, qkvr, atty, lse, NH, kind):
         return [datty + (next(shifts) if kind == "cudnn" else 0)]
 
-    monkeypatch.setattr(gpu_kernels, "attention_forward", lambda atty, lse, qkvr, NH, kind: atty.copy_(qkvr[..., : atty.shape[2]]))
-    monkeypatch.setattr(gpu_kernels, "attention_gradients", gradients)
+    monkeypatch.setattr(gpu_kernels, "library_forward", lambda atty, lse, qkvr, NH, kind: atty.copy_(qkvr[..., : atty.shape[2]]))
+    monkeypatch.setattr(gpu_kernels, "library_gradients", gradients)
     with pytest.raises(Skip, match="no CUDA device"):
         gpu_kernels.attention(run, new_record(""))
     run.cuda, record = True, new_record("")

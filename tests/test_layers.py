@@ -17,7 +17,7 @@ from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, rounding_pieces
 from llmc.layers.attention import attention_one_row, pack_gradients
-from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
+from llmc.layers.attention_cpu import attention_backward, attention_forward
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
 from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
@@ -712,10 +712,10 @@ def test_gelu_may_write_over_its_input(dtype):
 def cpu(request):
     """A CPU's attention: forward, backward, and what makes working room for them, of some heads and queries, or of that many workers."""
     if request.param == "torch":
-        return SimpleNamespace(forward=attention_cpu_forward, backward=attention_cpu_backward, room=torch_attention_room)
+        return SimpleNamespace(forward=attention_forward, backward=attention_backward, room=torch_attention_room)
     pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU", exc_type=ImportError)
-    from llmc.kernels_cpu.attention import attention_cpu_backward as backward
-    from llmc.kernels_cpu.attention import attention_cpu_forward as forward
+    from llmc.kernels_cpu.attention import attention_backward as backward
+    from llmc.kernels_cpu.attention import attention_forward as forward
 
     room = partial(numba_attention_room, factors="" if request.param == "numba" else "fp32")
     return SimpleNamespace(forward=forward, backward=backward, room=room)

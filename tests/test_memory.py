@@ -113,7 +113,7 @@ real = llmc.gpt2.operations
 
 def operations(*kinds):
     ops = real(*kinds)
-    ops.attention_cpu_forward = limited(ops.attention_cpu_forward)
+    ops.attention_forward = limited(ops.attention_forward)
     return ops
 
 def limited(forward):

@@ -145,7 +145,7 @@ def test_every_operation_that_a_step_calls_is_in_a_row_as_often(profiled, monkey
         return call
 
     monkeypatch.setattr(gpt2, "operations", lambda *args: SimpleNamespace(**{n: counted(n, f) for n, f in vars(operations(*args)).items()}))
-    for name in [n for n in vars(gpt2) if n.startswith(("matmul_", "attention", "residual_"))]:
+    for name in [n for n in vars(gpt2) if n.startswith(("matmul_", "residual_"))]:
         monkeypatch.setattr(gpt2, name, counted(name, getattr(gpt2, name)))
     _, found = profiled("-r", str(level))
     expected = {name.removeprefix("launch_"): n / 4 for name, n in calls.items() if not name.startswith("stage_")}
@@ -195,7 +195,7 @@ def test_the_rows_of_a_stage_stay_together(profiled):
 def test_hooks_are_gone_afterwards(profiled):
     before = {name: getattr(gpt2, name) for name in vars(gpt2) if name.startswith(profile.CALLED_BY_NAME)}
     profiled()
-    assert {"attention_forward", "residual_add_inplace"} < before.keys() and {name: getattr(gpt2, name) for name in before} == before
+    assert {"residual_add_inplace"} <= before.keys() and {name: getattr(gpt2, name) for name in before} == before
 
 
 # ---- FLOPs and bytes

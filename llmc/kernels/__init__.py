@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 from llmc.errors import lines_of
-from llmc.layers import attention_operations, in_halves, torch_operations
+from llmc.layers import cpu_attention, in_halves, torch_operations
 
 OLDEST_CAPABILITY = (8, 0)  # Triton compiles bf16 for no older card
 
@@ -38,22 +38,31 @@ def launch_problem(device="cuda") -> str:
     return ""
 
 
-def operations(kernels: str, matmul: str = "native") -> SimpleNamespace:
+def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
     """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels; and the halves of llmc.layers.in_halves.
 
-    matmul  as in PlanOptions: numba, or native and widened, which are torch's
+    matmul     as in PlanOptions: numba, or native and widened, which are torch's
+    attention  the kind, as PlanOptions.attention_kind has it
     """
-    matmuls = matmul_operations(matmul)
     if kernels == "numba":
         from llmc.kernels_cpu.functions import numba_operations, staged_operations
 
-        return SimpleNamespace(**numba_operations(), **staged_operations(), **matmuls)
-    if kernels == "triton":
+        functions = numba_operations() | staged_operations()
+    elif kernels == "triton":
         from llmc.kernels.functions import staged_operations, triton_operations
 
-        return SimpleNamespace(**triton_operations(), **staged_operations(), **attention_operations(), **matmuls)
-    functions = torch_operations()
-    return SimpleNamespace(**functions, **in_halves(functions), **attention_operations(), **matmuls)
+        functions = triton_operations() | staged_operations()
+    else:
+        functions = torch_operations()
+        functions |= in_halves(functions)
+    return SimpleNamespace(**attention_operations(attention, functions) | functions | matmul_operations(matmul))
+
+
+def attention_operations(kind: str, functions: dict) -> dict:
+    """Name -> function: attention_forward, attention_backward and attention_one_row, which numba's own replace."""
+    from llmc.layers.attention import library_attention
+
+    return cpu_attention() if kind == "cpu" else library_attention(kind, functions["pack_gradients"])
 
 
 def matmul_operations(matmul: str) -> dict:

@@ -230,14 +230,14 @@ def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, wor
         close_tiles(p, shapes)
 
 
-def attention_cpu_forward(atty, lse, qkvr, NH, scratch):
+def attention_forward(atty, lse, qkvr, NH, scratch):
     """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; _left and _sums are not touched."""
     B, T, C = atty.shape
     rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(atty, C // NH, scratch["attention_packed"])
     door.launch(_forward, *(array(t) for t in (atty, lse, qkvr)), rooms, B, T, NH, C // NH, workers, streams)
 
 
-def attention_cpu_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
+def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
     """Scratch: forward's, attention_left, attention_sums and attention_bias."""
     B, T, C = datty.shape
     bias = scratch["attention_bias"]

@@ -4,6 +4,8 @@ All that a step does beside matmuls and attention also exists as kernels, under 
 llmc/kernels/, numba's for a CPU in llmc/kernels_cpu/, which has a CPU's attention and matmuls too.
 """
 
+from functools import partial
+
 
 def torch_operations() -> dict:
     """Name -> function, of all that has a kernel too."""
@@ -23,11 +25,13 @@ def torch_operations() -> dict:
     return {f.__name__: f for f in functions}
 
 
-def attention_operations() -> dict:
-    """Name -> function, of a CPU's attention."""
-    from llmc.layers.attention_cpu import attention_cpu_backward, attention_cpu_forward
+def cpu_attention() -> dict:
+    """Name -> function, of a CPU's attention; of one row it is a library's."""
+    from llmc.layers.attention import attention_one_row
+    from llmc.layers.attention_cpu import attention_backward, attention_forward
 
-    return {f.__name__: f for f in (attention_cpu_forward, attention_cpu_backward)}
+    functions = {f.__name__: f for f in (attention_forward, attention_backward)}
+    return functions | {"attention_one_row": partial(attention_one_row, kind="cpu")}
 
 
 def in_halves(functions: dict) -> dict:

@@ -4,6 +4,8 @@ The kernels are torch's own, called below autograd. They return memory of their 
 freed at once; the plan counts it as library memory. A CPU's is in attention_cpu.py. Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
 """
 
+from functools import partial
+
 import torch
 
 from llmc.backend import deterministic
@@ -12,11 +14,25 @@ from llmc.layers.matmul import matmul_dbias
 aten = torch.ops.aten
 
 
-def attention_forward(atty, lse, qkvr, NH, kind):
+def library_attention(kind, pack_gradients) -> dict:
+    """Name -> function, of attention by a kernel of that kind, with the arguments of a CPU's; pack_gradients is the one below or a kernel."""
+
+    def attention_forward(atty, lse, qkvr, NH, scratch):
+        library_forward(atty, lse, qkvr, NH, kind)
+
+    def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
+        gradients = library_gradients(datty, qkvr, atty, lse, NH, kind)
+        pack_gradients(dqkvr, dbias, gradients, NH, scratch, accumulate=accumulate)
+
+    functions = {f.__name__: f for f in (attention_forward, attention_backward)}
+    return functions | {"attention_one_row": partial(attention_one_row, kind=kind)}
+
+
+def library_forward(atty, lse, qkvr, NH, kind):
     """atty = softmax(mask(q k^T / sqrt(HS))) v per head.
 
     atty  (B, T, C)       written
-    lse   (B, NH, Tp)     fp32, written; opaque to everything but attention_backward
+    lse   (B, NH, Tp)     fp32, written; opaque to everything but library_gradients
     qkvr  (B, T, 3C)      read: q, k and v of all heads, packed
     kind  flash | cudnn | efficient: whose kernel
     """
@@ -26,8 +42,8 @@ def attention_forward(atty, lse, qkvr, NH, kind):
     lse.copy_(statistics.view(lse.shape) if kind == "cudnn" else statistics)
 
 
-def attention_gradients(datty, qkvr, atty, lse, NH, kind):
-    """dq, dk and dv, each (B, NH, T, HS), in memory that torch allocates; the arguments are attention_forward's, all read."""
+def library_gradients(datty, qkvr, atty, lse, NH, kind):
+    """dq, dk and dv, each (B, NH, T, HS), in memory that torch allocates; the arguments are library_forward's, all read."""
     B, T, C = atty.shape
     q, k, v = _heads(qkvr, NH)
     out, dout = (t.view(B, T, NH, C // NH).transpose(1, 2) for t in (atty, datty))

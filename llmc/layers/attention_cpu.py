@@ -13,7 +13,7 @@ from llmc.layers.rows import finish_column_sums
 aten = torch.ops.aten
 
 
-def attention_cpu_forward(atty, lse, qkvr, NH, scratch):
+def attention_forward(atty, lse, qkvr, NH, scratch):
     """atty = softmax(mask(q k^T / sqrt(HS))) v per head.
 
     atty     (B, T, C)   written
@@ -38,8 +38,8 @@ def attention_cpu_forward(atty, lse, qkvr, NH, scratch):
             _unpack(lse[part], highest.sub_(largest.log_()))  # the largest probability is exp(highest - lse)
 
 
-def attention_cpu_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
-    """Gradients of attention_cpu_forward, and of the bias that qkvr has from its matmul.
+def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
+    """Gradients of attention_forward, and of the bias that qkvr has from its matmul.
 
     dqkvr    (B, T, 3C)  written
     dbias    (3C,)       the sum over rows of what dqkvr is the rounding of; accumulated, or written when accumulate is False
