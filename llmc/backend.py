@@ -13,6 +13,7 @@ from llmc.errors import UserError
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt"}
 CPU_INFO = "/proc/cpuinfo"
+ZEN_2_MODELS = 0x30  # and later, of family 23
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
 CPU_MATMULS = ("native", "numba", "widened")  # --matmul on a CPU
 
@@ -172,13 +173,20 @@ def cpu_gains_from_bf16() -> bool:
     return cpu_pairs_bf16() or cpu_has_amx() or "bf16" in _cpu_line("features")
 
 
+def cpu_is_zen_1() -> bool:
+    """AMD's first Zen, or its shrink: models of family 23 before Zen 2's."""
+    vendor, family, model = (_cpu_line(name)[-1:] for name in ("vendor_id", "cpu family", "model\t"))
+    return (vendor, family) == (["AuthenticAMD"], ["23"]) and int(model[0]) < ZEN_2_MODELS
+
+
 def cpu_favours_numba(precision: str) -> bool:
     """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
-    fp32, which are MKL's, and a twentieth in bf16, oneDNN's; slower on AMD with AVX2. On Intel with AVX-512 for bf16 and fp16 by a third
-    in bf16 with AMX, by two fifths without; in fp32 slower by a twentieth."""
+    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. On AMD's first Zen: steps of d12 of 256 and 1024 tokens by a twentieth in
+    fp32, a fifth and a twentieth in bf16; slower on its third, which has AVX2 too. On Intel with AVX-512 for bf16 and fp16 by a third in
+    bf16 with AMX, by two fifths without; in fp32 slower by a twentieth."""
     vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
     if "AuthenticAMD" in vendor:
-        return "avx512_bf16" in flags
+        return "avx512_bf16" in flags or cpu_is_zen_1()
     return "GenuineIntel" in vendor and precision == "bf16" and {"avx512_bf16", "avx512_fp16"} <= set(flags)
 
 

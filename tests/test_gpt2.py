@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmc.backend import resident_bytes
+from llmc.backend import likely_matmul, resident_bytes
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
@@ -560,7 +560,7 @@ MEASURE_GROWTH = """
 import gc, json, sys
 import numpy as np
 import torch
-from llmc.backend import resident_bytes
+from llmc.backend import likely_matmul, resident_bytes
 from llmc.config import ModelConfig
 from llmc.gpt2 import GPT2
 from llmc.memory.plan import Plan, PlanOptions
@@ -579,7 +579,7 @@ def step(config, B, T, **options):
     return plan, built, resident_bytes(), model
 
 precision, level = sys.argv[1], int(sys.argv[2])
-options = dict(precision=precision, recompute=level)
+options = dict(precision=precision, recompute=level, matmul=likely_matmul("auto", "cpu", precision, "torch"))  # as a run here would
 small = ModelConfig(512, 96, 1, 6, 384, 128)
 step(small, 8, 256, **options)  # libraries and threads start up, and keep the working room these widths take
 gc.collect()

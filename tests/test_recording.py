@@ -193,7 +193,7 @@ def test_the_program_trains_to_the_same_bits_with_graphs_and_without(case, tmp_p
     weights = torch.randn(num_parameters(CONFIG), generator=torch.Generator().manual_seed(1)) * 0.02
     write_model(tmp_path / "bf16.bin", CONFIG, "bf16", [weights.bfloat16().view(torch.uint8).numpy()])
     common = [*inputs(case)[:4], "-e", tmp_path / "bf16.bin" if precision == "bf16" else case / "model.bin"]
-    common += ["-b 2 -t 16 -d 64 -l 1e-3 -v 2 -m 1 -s 3 -g 8 -n 3 --kernels numba --precision", precision]
+    common += ["-b 2 -t 16 -d 64 -l 1e-3 -v 2 -m 1 -s 3 -g 8 -n 3 --kernels numba --matmul numba --precision", precision]
     printed, files, replays, replay = {}, {}, [], Recording.replay
     monkeypatch.setattr(Recording, "replay", lambda recording: replays.append(1) or replay(recording))
     for graph in ("0", "auto"):

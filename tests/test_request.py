@@ -26,14 +26,17 @@ def options(text="", precision="bf16", kind="cuda", config=D12):
     return plan_options(asked(text), config, precision, kind)
 
 
-def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True):
+def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True, family=25, model=1):
     """Say what processor this is, and whether Linux would grant the use of AMX."""
-    path = tmp_path / "cpuinfo"
-    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n")
+    path, numbers = tmp_path / "cpuinfo", f"cpu family\t: {family}\nmodel\t\t: {model}"
+    path.write_text(
+        f"processor\t: 0\nvendor_id\t: {vendor}\n{numbers}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n"
+    )
     monkeypatch.setattr(llmc.backend, "CPU_INFO", path)
     monkeypatch.setattr(llmc.backend, "linux_grants_amx", lambda: granted)
 
 
+ZEN_1, ZEN_2 = ("AuthenticAMD", "avx2", False, 23, 0x2F), ("AuthenticAMD", "avx2", False, 23, 0x30)
 ZEN_3, ZEN_4 = ("AuthenticAMD", "avx2"), ("AuthenticAMD", "avx2 avx512f avx512_bf16")
 SKYLAKE, COOPER_LAKE = ("GenuineIntel", "avx2 avx512f"), ("GenuineIntel", "avx512f avx512_bf16")
 SAPPHIRE_RAPIDS = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16 amx_bf16")
@@ -44,6 +47,8 @@ WITHOUT_TILES = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16")  # as virtua
 @pytest.mark.parametrize("processor, precision, kernels, taken", [
     (ZEN_4, "fp32", "numba", "numba"), (ZEN_4, "bf16", "numba", "numba"), (ZEN_4, "fp32", "torch", "native"),
     (ZEN_4, "bf16", "torch", "native"), (ZEN_3, "fp32", "numba", "native"), (ZEN_3, "bf16", "numba", "widened"),
+    (ZEN_1, "fp32", "numba", "numba"), (ZEN_1, "bf16", "numba", "numba"), (ZEN_1, "bf16", "torch", "widened"),
+    (ZEN_2, "fp32", "numba", "native"), (ZEN_2, "bf16", "numba", "widened"),
     (SKYLAKE, "fp32", "numba", "native"), (SKYLAKE, "bf16", "torch", "widened"), (SAPPHIRE_RAPIDS, "fp32", "numba", "native"),
     (SAPPHIRE_RAPIDS, "bf16", "numba", "numba"), (SAPPHIRE_RAPIDS, "bf16", "torch", "native"), (REFUSED, "bf16", "torch", "widened"),
     (COOPER_LAKE, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "torch", "native"),
@@ -57,7 +62,7 @@ def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("processor, multiplied", [
-    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (SAPPHIRE_RAPIDS, "bf16"), (REFUSED, "fp32"), (ZEN_3, "fp32"), (SKYLAKE, "fp32"),
+    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (SAPPHIRE_RAPIDS, "bf16"), (REFUSED, "fp32"), (ZEN_1, "fp32"), (ZEN_3, "fp32"), (SKYLAKE, "fp32"),
     (WITHOUT_TILES, "fp32"),
 ])  # fmt: skip
 def test_numba_s_kernels_multiply_pairs_of_bf16_where_that_is_faster_than_fp32(monkeypatch, tmp_path, processor, multiplied):
@@ -162,7 +167,8 @@ def test_the_other_device_s_kernels_are_refused(triton, flags, capability, sente
     ("--kernels numba --matmul widened", "cpu", False), ("--kernels numba --matmul native --grad-dtype fp32", "cpu", False),
     ("--kernels numba --matmul numba --grad-dtype fp32", "cpu", True),
 ])  # fmt: skip
-def test_steps_are_graphs_wherever_they_can_be(flags, kind, graphs):
+def test_steps_are_graphs_wherever_they_can_be(monkeypatch, tmp_path, flags, kind, graphs):
+    cpuinfo(tmp_path, monkeypatch, *ZEN_4)  # where nothing needs to be widened unless it is asked for
     assert check_graphs(asked(flags), options(flags, kind=kind)) == graphs
 
 
@@ -251,7 +257,7 @@ def test_the_plan_is_of_the_kernels_that_will_run(triton):
 
 @pytest.mark.parametrize("precision, flags, kind", [
     ("bf16", "", "flash"), ("fp32", "", "efficient"), ("bf16", "--attention cudnn", "cudnn"),
-    ("bf16", "--attention efficient", "efficient"), ("fp32", "--attention efficient", "efficient"),
+    ("bf16", "--attention efficient", "efficient"), ("fp32", "--attention efficient", "efficient"), ("bf16", "--attention triton", "triton"),
 ])  # fmt: skip
 def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits(precision, flags, kind):
     o = options(flags, precision)
@@ -262,8 +268,11 @@ def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits
 @pytest.mark.parametrize("precision, flags, head_size, sentence", [
     ("fp32", "--attention flash", 64, "--attention flash has no fp32 form; leave it out, or train in bf16"),
     ("fp32", "--attention cudnn", 64, "--attention cudnn has no fp32 form"),
-    ("bf16", "", 36, "heads of size 36: flash attention takes multiples of 8 up to 256 in bf16; use --attention efficient"),
-    ("bf16", "", 264, "heads of size 264: flash attention takes multiples of 8 up to 256"),
+    ("fp32", "--attention triton", 64, "--attention triton has no fp32 form"),
+    ("bf16", "", 36, "heads of size 36: flash attention takes multiples of 8 up to 256 in bf16; use --attention triton or efficient"),
+    ("bf16", "", 264, "heads of size 264: flash attention takes multiples of 8 up to 256 in bf16; use --attention efficient"),
+    ("bf16", "--attention triton", 136, "heads of size 136: triton attention takes sizes up to 128 in bf16; use --attention flash or efficient"),
+    ("bf16", "--attention triton --kernels torch", 64, "--attention triton goes with --kernels triton, and this run has --kernels torch; leave"),
     ("bf16", "--attention cudnn", 136, "heads of size 136: cudnn attention takes multiples of 8 up to 128 in bf16; use --attention flash"),
 ])  # fmt: skip
 def test_attention_that_does_not_take_the_model_is_refused_with_what_to_do(precision, flags, head_size, sentence):
