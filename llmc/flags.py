@@ -134,9 +134,10 @@ GROUPS = {
         Flag((), "kernels", str, "auto", "auto|triton|numba|torch",
              "whose code runs what is not a matmul or a GPU's attention; auto takes Triton on a GPU, numba on a CPU, where installed",
              choices=("auto", "triton", "numba", "torch")),
-        Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient",
-             "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. cudnn does not repeat its bits",
-             choices=("auto", "flash", "cudnn", "efficient")),
+        Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient|triton",
+             "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. triton is this project's, all in planned memory, which "
+             "no other is; cudnn does not repeat its bits",
+             choices=("auto", "flash", "cudnn", "efficient", "triton")),
         Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|numba|widened",
              "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. On a CPU all are torch's, native, or numba's, "
              "or torch's in fp32 of widened pieces of bf16; auto takes what was fastest on processors of its kind. The bits may differ",

@@ -132,19 +132,23 @@ def check_inputs(facts: dict, world: World):
         )
 
 
-LARGEST_HEAD = {"flash": 256, "cudnn": 128}
+HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": range(1, 129)}  # of those for bf16 only
 
 
 def check_attention(o: PlanOptions):
-    """Raise UserError unless the attention of these options takes their type and heads."""
+    """Raise UserError unless the attention of these options takes their type and heads, and what it is written in is there."""
     kind, head_size = o.attention_kind, o.config.channels // o.config.num_heads
-    if kind in LARGEST_HEAD and o.precision == "fp32":
+    if kind == "triton" and o.kernel_set != "triton":
+        raise UserError(f"--attention triton goes with --kernels triton, and this run has --kernels {o.kernel_set}; leave one of them out")
+    sizes = HEAD_SIZES.get(kind)
+    if sizes and o.precision == "fp32":
         raise UserError(f"--attention {kind} has no fp32 form; leave it out, or train in bf16")
-    if kind in LARGEST_HEAD and (head_size % 8 or head_size > LARGEST_HEAD[kind]):
-        other = "flash or " if kind == "cudnn" and head_size % 8 == 0 and head_size <= LARGEST_HEAD["flash"] else ""
+    if sizes and head_size not in sizes:
+        taken = "sizes" if sizes.step == 1 else f"multiples of {sizes.step}"
+        others = "".join(f"{other} or " for other, its in HEAD_SIZES.items() if other in ("flash", "triton") and head_size in its)
         raise UserError(
-            f"heads of size {head_size}: {kind} attention takes multiples of 8 up to {LARGEST_HEAD[kind]} in bf16; "
-            f"use --attention {other}efficient, an fp32 model with --precision fp32, or --device cpu"
+            f"heads of size {head_size}: {kind} attention takes {taken} up to {sizes[-1]} in bf16; "
+            f"use --attention {others}efficient, an fp32 model with --precision fp32, or --device cpu"
         )
 
 

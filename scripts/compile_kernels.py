@@ -43,10 +43,28 @@ FORMS = (
 )
 
 
+OWN_ATTENTION_WITH = dict(precision="bf16")  # the only type that it has
+
+
+def record_attention(channels):
+    """Launch Triton's attention: forward, backward, and of one row. Heads are of 64 channels, at GPT-2 1.5B's width of 80, as GPT-3's."""
+    from llmc.kernels.functions import triton_attention
+
+    HS, T = 80 if channels == 1600 else min(64, channels), 16
+    config = replace(SMALL, channels=channels, num_heads=channels // HS)
+    plan = Plan(PlanOptions(config, 1, T, kernels="triton", attention="triton", **OWN_ATTENTION_WITH)).tensors
+    scratch = {name: torch.empty(plan[name].shape) for name in ("attention_delta", "attention_sums", "column_partials")}
+    x, qkvr = (torch.empty(1, T, n * channels, dtype=torch.bfloat16) for n in (1, 3))
+    lse, NH, ops = torch.empty(1, config.num_heads, T), config.num_heads, triton_attention()
+    ops["attention_forward"](x, lse, qkvr, NH, scratch)
+    ops["attention_backward"](qkvr, qkvr[0, 0], x, qkvr, x, lse, NH, scratch, accumulate=False)
+    ops["attention_one_row"](x[0, :1], qkvr[0, :1], torch.empty(2, T, channels, dtype=torch.bfloat16), T - 1, NH)
+
+
 def recorded_launches(channels, forms=FORMS) -> dict:
     """What steps launch: (kernel's name, types of arguments, constants, warps) -> (kernel, args, constants, warps).
 
-    Matmuls and attention run on the CPU; kernels do not, so the numbers mean nothing.
+    Matmuls, and torch's attention, run on the CPU; kernels do not, so the numbers mean nothing.
     """
     found = {}
 
@@ -73,6 +91,8 @@ def recorded_launches(channels, forms=FORMS) -> dict:
             model.ops.matmul_dbias(layer.dfcb, acts["dfch"], acts, accumulate=False)  # as -ge 2 does
             heads = [torch.empty(1, 2, 16, channels // 2, dtype=acts["dqkvr"].dtype) for _ in range(3)]
             model.ops.pack_gradients(acts["dqkvr"], layer.dqkvb, heads, 2, acts, accumulate=False)  # a CPU's attention packs by itself
+            if form == OWN_ATTENTION_WITH:
+                record_attention(channels)
             for dloss in (1.0, None):  # GPT-2's vocabulary; the model's own is of bytes, as so much of it would be zeroed in vain
                 logits = torch.empty(1, 50304, dtype=model.params["wte"].dtype)
                 model.ops.fused_classifier_inplace(

@@ -11,7 +11,6 @@ import torch
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
 from llmc.kernels import operations
-from llmc.layers.attention import library_forward, library_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.layout import flat_layout
@@ -261,29 +260,55 @@ def other_library(run, *calls) -> dict:
     return {"cublaslt ms": ms, "same bits": "yes" if torch.equal(*results) else "no"}
 
 
+class Attention:
+    """Attention of one kind as the model calls it, on inputs of its own."""
+
+    def __init__(self, run, shape, kind):
+        (B, NH, T, HS), device = shape, run.backend.device
+        C, self.NH = NH * HS, NH
+        plan = Plan(run.options(replace(run.sizes.config, num_heads=NH, channels=C), B, T, attention=kind))
+        rooms = [t for t in plan.tensors.values() if t.purpose == "scratch"]
+        self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in rooms}
+        self.operations = operations(run.kernels, attention=kind)
+        self.atty, self.datty, self.qkvr = run.random(B, T, C), run.random(B, T, C), run.random(B, T, 3 * C)
+        self.dqkvr, self.dbias = run.random(B, T, 3 * C), run.random(3 * C)
+        self.lse = torch.empty(plan.tensors["lse"].shape[1:], device=device)
+
+    def forward(self):
+        self.operations.attention_forward(self.atty, self.lse, self.qkvr, self.NH, self.scratch)
+
+    def backward(self):
+        self.operations.attention_backward(
+            self.dqkvr, self.dbias, self.datty, self.qkvr, self.atty, self.lse, self.NH, self.scratch, accumulate=False
+        )
+
+    def repeats_its_bits(self) -> bool:
+        """Of three backward passes."""
+        results = []
+        for _ in range(3):
+            self.backward()
+            results.append((self.dqkvr.clone(), self.dbias.clone()))
+        return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+
+
 def attention(run, record):
     if not run.cuda:
         raise Skip("these kernels are a GPU's, and there is no CUDA device")
-    cases = [(shape, kind) for shape in run.sizes.attention for kind in ("flash", "cudnn", "efficient")]
-    for (B, NH, T, HS), kind in while_time(run, record, cases, 5):
-        C, label = NH * HS, f"{kind}, B={B} NH={NH} T={T}"
+    kinds = ("flash", *(["triton"] if run.kernels == "triton" else []), "cudnn", "efficient")
+    for shape, kind in while_time(run, record, [(shape, kind) for shape in run.sizes.attention for kind in kinds], 5):
+        B, NH, T, HS = shape
+        label = f"{kind}, B={B} NH={NH} T={T}"
         with attempt(record, label):
-            config = replace(run.sizes.config, num_heads=NH, channels=C)
-            lse_shape = Plan(run.options(config, B, T, attention=kind)).tensors["lse"].shape[1:]
-            sets = [(run.random(B, T, C), torch.empty(lse_shape, device=run.backend.device), run.random(B, T, 3 * C)) for _ in range(2)]
-            datty = run.random(B, T, C)
-            forward, spread = measure(run, *(partial(library_forward, *s, NH, kind) for s in sets))
-            backward, _ = measure(run, *(partial(library_gradients, datty, q, atty, lse, NH, kind) for atty, lse, q in sets))
-            atty, lse, qkvr = sets[0]
-            runs = [library_gradients(datty, qkvr, atty, lse, NH, kind) for _ in range(3)]
-            same = all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
+            sets = [Attention(run, shape, kind) for _ in range(2)]
+            forward, spread = measure(run, *(one.forward for one in sets))
+            backward, _ = measure(run, *(one.backward for one in sets))
             row = {"attention": label, "forward ms": forward, "spread": spread, "backward ms": backward}
             for name, ms, factor in (("forward", forward, 2), ("backward", backward, 5)):
-                rate = factor * B * T * T * C / ms / 1e9
+                rate = factor * B * T * T * NH * HS / ms / 1e9
                 row |= {f"{name} TFLOP/s": rate, f"{name} of matmul": run.share(rate, "bf16")}
-            table(record, "").append(row | {"backward repeats its bits": "yes" if same else "no"})
-    record["notes"].append("as the model calls it: o and lse copied to where the plan wants them; dq, dk and dv not yet packed. "
-                           "Causal attention counts the half it computes")  # fmt: skip
+            table(record, "").append(row | {"backward repeats its bits": "yes" if sets[0].repeats_its_bits() else "no"})
+    record["notes"].append("as the model calls it: o and lse where the plan wants them; dq, dk and dv packed, and their bias' gradient. "
+                           "Causal attention counts the half it computes, and five products backward, whoever takes seven")  # fmt: skip
 
 
 def gelu_fusion(run, record):
@@ -342,11 +367,36 @@ SWEEPS = {
 }  # fmt: skip
 
 
+# of Triton's attention: (constant, values to try), each for heads of up to 64 channels and of more
+ATTENTION_SWEEP = (
+    ("KEYS", [(rows, max(16, rows // 2)) for rows in (32, 64, 128)]), ("QUERIES", [(rows, max(16, rows // 4)) for rows in (16, 32, 64, 128)]),
+    ("num_warps", (4, 8)),
+)  # fmt: skip
+
+
+def tune_attention(run, record):
+    """Forward and backward beside each other, one constant after the other changed alone; rows are the plan's."""
+    room = Room(run, "triton")
+    for shape in run.sizes.attention:
+        one, other = (Attention(run, shape, "triton") for _ in range(2))
+        for name, values in (("as it is", [None]), *ATTENTION_SWEEP):
+            for value in values:
+                what = f"attention, B={shape[0]} NH={shape[1]}, {name} {value or ''}".rstrip()
+                if not run.has(10):
+                    record["not_run"].append(f"{what}: {run.left():.0f} s were left")
+                    continue
+                with attempt(record, what), constants(room, {("attention", name): value} if value else {}):
+                    (forward, _), (backward, _) = (measure(run, getattr(one, way), getattr(other, way)) for way in ("forward", "backward"))
+                    table(record, "attention").append({"what": what, "forward ms": forward, "backward ms": backward})
+
+
 def tune(run, record):
     if not run.args.tune:
         raise Skip("only with --tune")
     if run.no_triton:
         raise Skip(run.no_triton)
+    if run.cuda:
+        tune_attention(run, record)
     values = letters(run.sizes.config, run.sizes.B, run.sizes.T)
     for kernel in while_time(run, record, [k for k in KERNELS if not k.forms], 15, name=lambda k: k.name):
         with attempt(record, kernel.name):

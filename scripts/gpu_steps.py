@@ -30,7 +30,7 @@ from scripts.gpu_common import (
     BF16, FP32, REPO, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
 )  # fmt: skip
 
-TEST_FILES = ("tests/test_cuda.py", "tests/test_cublaslt.py", "tests/test_kernels.py")
+TEST_FILES = ("tests/test_cuda.py", "tests/test_cublaslt.py", "tests/test_kernels.py", "tests/test_triton_attention.py")
 TEST_SECONDS, TEST_SHARE = 150, 0.3  # of the time that is left, unless nothing else is asked for
 TEST_REPORT_SECONDS = 20  # that pytest may take to end, interrupted
 STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, in the summary
@@ -279,9 +279,10 @@ def more_steps(run, record):
         (f"-r {level}", {"recompute": level}) for level in sorted(range(3, len(NOT_KEPT)), key=lambda level: level != 5)
     ]  # 5 has a goal
     forms += [("-r 0 -ge 1", {"gelu_fusion": 1}), ("-r 0 -ge 2", {"gelu_fusion": 2})]
-    forms += [("-r 0, cudnn attention", {"attention": "cudnn"}), ("-r 0, torch's operations", {"kernels": "torch"})]
+    forms += [(f"-r 0, {kind} attention", {"attention": kind}) for kind in ("triton", "cudnn")]
+    forms += [("-r 0, torch's operations", {"kernels": "torch"})]
     if not run.cuda:
-        record["not_run"].append("cudnn attention, -ge 1 and -ge 2: there is no CUDA device")
+        record["not_run"].append("triton's and cudnn's attention, -ge 1 and -ge 2: there is no CUDA device")
         forms = [(label, form) for label, form in forms if form.keys() <= {"kernels", "recompute"}]
     measure_forms(run, record, forms)
 
@@ -325,11 +326,12 @@ KINDS = (
 
 
 def our_kernels() -> set[str]:
-    """Names of the Triton kernels, as a profile has them."""
+    """Names of the Triton kernels, as a profile has them; but for those of attention, which is a kind of its own."""
     from llmc.kernels.functions import triton_operations
 
     modules = [launcher.__globals__ for launcher in triton_operations().values()]
-    return {name for module in modules for name, value in module.items() if name.startswith("_") and hasattr(value, "fn")}
+    names = {name for module in modules for name, value in module.items() if name.startswith("_") and hasattr(value, "fn")}
+    return {name for name in names if "attention" not in name}
 
 
 def profile(run, record):

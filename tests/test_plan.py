@@ -152,6 +152,7 @@ for rooms, names in (
 ):
     rooms["attention"] = {f"attention_{name}" for name in names.split()}
     rooms["attention_backward"] = rooms["attention"] | {"attention_sums"} | ({"attention_bias"} if rooms is NUMBA_ROOM else set())
+TRITON_ROOM["attention_backward"] |= {"attention_delta", "column_partials"}  # of its own attention
 # the matmuls of either: torch's where the gradients of bf16 weights are fp32, and where all bf16 factors are widened; and numba's
 DWEIGHT_ROOM = {stage: {"widened"} for stage in ("fcproj_dweight", "fc_backward", "attproj_backward", "qkv_backward")}
 MATMUL_STAGES = (*DWEIGHT_ROOM, "qkv", "attproj", "fc", "fcproj", "head", "fcproj_dinput")
@@ -276,7 +277,7 @@ def all_options(config, B, T):
                     for factors in ("bf16", "fp32"):
                         yield options(config, B, T, matmul="numba", grad_dtype=grad_dtype, factors=factors, **common)
     for kernels in KERNELS:
-        for attention in ("flash", "cudnn", "efficient"):
+        for attention in ("flash", "cudnn", "efficient", *(["triton"] if kernels == "triton" else [])):
             yield options(config, B, T, recompute=5, device="cuda", kernels=kernels, attention=attention)
         yield options(config, B, T, kernels=kernels, head_chunk=1)
         yield options(config, B, T, kernels=kernels, head_chunk=10**9, sample_length=0)
@@ -306,14 +307,15 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("triton", "norm_partials", "losses"), ("triton", "update_parameter", "noise"), ("triton", "token_seed", "fch"),
     ("numba", "column_partials", "dfch"), ("numba", "token_groups", "dresidual"), ("numba", "update_numbers", "grad_norm"),
     ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
-    ("numba", "attention_bias", "dqkvr"), ("numba", "matmul_sums", "datty"), ("numba", "matmul_packed", "fch"),
+    ("numba", "attention_bias", "dqkvr"), ("triton", "attention_delta", "datty"), ("numba", "matmul_sums", "datty"), ("numba", "matmul_packed", "fch"),
     ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):
     """It is worth something only if a plan that is wrong shows up in it."""
     matmul = "widened" if a == "widened" else "numba" if a.startswith("matmul_") else "native"
-    plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none", matmul=matmul))
+    attention = "triton" if a == "attention_delta" else ""
+    plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none", matmul=matmul, attention=attention))
     plan.tensors[a] = replace(plan.tensors[a], offset=plan.tensors[b].offset)
     assert tuple(sorted((a, b))) in list(overlapping(plan))
 
@@ -393,7 +395,7 @@ def test_attention_kinds_are_the_device_s_own_unless_asked_for():
 
     assert [kind(), kind(precision="fp32")] == ["cpu", "cpu"]
     assert [kind(device="cuda"), kind(device="cuda", precision="fp32")] == ["flash", "efficient"]
-    assert [kind(device="cuda", attention=wish) for wish in ("flash", "cudnn", "efficient")] == ["flash", "cudnn", "efficient"]
+    assert [kind(device="cuda", attention=wish) for wish in ("flash", "cudnn", "triton")] == ["flash", "cudnn", "triton"]
 
 
 def test_plan_holds_every_activation_with_its_own_shape_and_type():
@@ -469,6 +471,15 @@ def test_attention_s_own_memory_on_a_card_is_in_whole_tiles(name, T, wants, libr
     """Backward's, of one sequence: dq, dk and dv, row sums, and a sum of dq in fp32, which flash has several of."""
     wants = {"precision": "bf16"} | wants
     assert Plan(PlanOptions(config_from_descriptor(name), 1, T, device="cuda", processors=132, **wants)).library_bytes == library
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_triton_s_attention_is_all_in_the_plan_and_works_where_something_else_lies_at_other_times(level):
+    """No memory of a library, and not a byte more in the arena: two numbers for each row and head, and a row for each tile of 128."""
+    flash, triton = (Plan(PlanOptions(D12, 8, 1024, device="cuda", attention=kind, recompute=level)) for kind in ("flash", "triton"))
+    assert flash.library_bytes > 0 == triton.library_bytes and triton.arenas == flash.arenas
+    added = {name: t.shape for name, t in triton.tensors.items() if name not in flash.tensors}
+    assert added == {"attention_delta": (8, 12, 1024), "attention_sums": (8, 8, 3 * 768)}
 
 
 @pytest.mark.parametrize("rows, wish, want", [(4096, 0, 1024), (1025, 0, 1024), (1, 0, 1), (100, 7, 7), (100, 1000, 100)])

@@ -1,4 +1,4 @@
-"""Triton kernels for everything that is not a matmul or attention: one pass over memory each, deterministic to the bit.
+"""Triton kernels for everything that is not a matmul: one pass over memory each, and attention, where asked for; deterministic to the bit.
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports triton; a machine without it
 trains with the torch operations.
@@ -60,9 +60,15 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
 
 def attention_operations(kind: str, functions: dict) -> dict:
     """Name -> function: attention_forward, attention_backward and attention_one_row, which numba's own replace."""
+    if kind == "cpu":
+        return cpu_attention()
+    if kind == "triton":
+        from llmc.kernels.functions import triton_attention
+
+        return triton_attention()
     from llmc.layers.attention import library_attention
 
-    return cpu_attention() if kind == "cpu" else library_attention(kind, functions["pack_gradients"])
+    return library_attention(kind, functions["pack_gradients"])
 
 
 def matmul_operations(matmul: str) -> dict:

@@ -1,7 +1,7 @@
 """All kernels' launchers, by the names of their counterparts in llmc/layers/."""
 
 from llmc.kernels.adamw import adamw_update, launch_adamw_update, stage_adamw_update
-from llmc.kernels.attention import pack_gradients
+from llmc.kernels.attention import attention_backward, attention_forward, attention_one_row, pack_gradients
 from llmc.kernels.columns import matmul_dbias
 from llmc.kernels.encoder import encoder_backward, encoder_forward, launch_encoder_backward, stage_encoder_backward
 from llmc.kernels.fused_classifier import fused_classifier_inplace
@@ -17,6 +17,11 @@ def triton_operations() -> dict:
         gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias, fused_classifier_inplace, global_norm, adamw_update,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}
+
+
+def triton_attention() -> dict:
+    """The same of attention, which has other counterparts: a CPU's, and torch's on a GPU."""
+    return {f.__name__: f for f in (attention_forward, attention_backward, attention_one_row)}
 
 
 def staged_operations() -> dict:

@@ -23,6 +23,7 @@ ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; piece
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 # of products of numba's kernels: rows of a tile, which has 64 columns at most, or of AMX's how many numbers it adds up at once
 TILE_ROWS, TILE_DEPTH = 4, 32
+ATTENTION_ROWS = 128  # queries, or keys, of a program of Triton's attention
 ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles
 # of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 128 KiB, beside a
 # tile's rows of the left one (by AMX more, where threads are few); rows of the left one that are shared out together; and those that each
@@ -87,7 +88,7 @@ class PlanOptions:
     device: str = "cpu"  # cpu | cuda
     kernels: str = ""  # torch | triton | numba, which need working room of their own; empty: triton on CUDA, else torch
     gelu_fusion: int = 0  # 0 | 1 | 2: GELU, and its gradient, inside matmuls
-    attention: str = ""  # cpu | flash | cudnn | efficient; empty: the device's default
+    attention: str = ""  # cpu | flash | cudnn | efficient | triton; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
     ranks: int = 1  # that train on data of their own
@@ -298,7 +299,7 @@ class Plan:
         Backward that is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; of torch 2.11.
         """
         o = self.options
-        if o.attention_kind == "cpu":
+        if o.attention_kind in ("cpu", "triton"):
             return 0
         sizes = plan_sizes(o)
         heads, HS = o.B * sizes["h"], sizes["HS"]
@@ -437,7 +438,8 @@ def even_part(n: int, most: int) -> int:
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
     quarter of them of GELU), Rw that fit the room of widened factors, U elements of the update, G positions of a sample; of attention on
-    a CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers, and what _attention_sizes and _matmul_sizes add."""
+    a CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers, of Triton's Ta tiles of a sequence; and what
+    _attention_sizes and _matmul_sizes add."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
@@ -454,6 +456,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "Ha": attention_heads(o),
         "HS": o.config.head_size,
         "Wa": attention_workers(o),
+        "Ta": -(-o.T // ATTENTION_ROWS),
     }  # fmt: skip
 
 
@@ -559,7 +562,7 @@ def _head_rows(o: PlanOptions):
         )
 
 
-# working room of attention on a CPU: (name, shape, dtype)
+# working room of attention on a CPU, and of Triton's: (name, shape, dtype)
 TORCH_ATTENTION = (
     ("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("stats", "2 Ha T", "fp32"), ("sums", "2 3k", "fp32"),
     ("mask", "Q Q", "fp32"),
@@ -570,6 +573,7 @@ NUMBA_ATTENTION = (
     ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"), ("block", f"Wa 2 {ATTENTION_BLOCK} Hb", "fp32"),
     ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
+TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
 
 
 def _working_rows(o: PlanOptions):
@@ -586,6 +590,9 @@ def _working_rows(o: PlanOptions):
         spans = [(s, s) for s in stages]
         for name, shape, dtype in NUMBA_ATTENTION if o.kernel_set == "numba" else TORCH_ATTENTION:
             yield f"attention_{name}", "scratch", shape, dtype, *spans
+    if o.attention_kind == "triton":
+        for name, shape, dtype in TRITON_ATTENTION:
+            yield f"attention_{name}", "scratch", shape, dtype, ("backward: attention_backward",) * 2
     if o.gelu_fusion:
         yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
     if o.fused:
