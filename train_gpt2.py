@@ -481,7 +481,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
         loader.reset()
-    launched = SimpleNamespace(step=step, started=clock.start(), judged=None)
+    launched = SimpleNamespace(step=step, started=clock.start(), judged=None, skipped=False)
     for micro_step in range(accum):
         run.world.moved()
         inputs, targets = loader.next_batch()  # (B, T) int64
@@ -494,7 +494,8 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
     )
     if may_skip(s):  # then the update waits until loss and norm are known here
         launched.judged = judge(run, launched)
-    if not (launched.judged and skipped(run, launched.judged)):
+        launched.skipped = skipped(run, launched.judged)
+    if not launched.skipped:
         model.update(launched.lr, s.weight_decay, step + 1, grad_norm)
     launched.ended = clock.end()
     return launched
@@ -533,6 +534,20 @@ def finish_step(run, clock, launched) -> None:
     run.record.phase("first step", step)
     if run.writer.step is not None and judged.checkpoints_written == run.writer.begun:
         end_checkpoint(run)
+    if not launched.skipped:
+        refuse_numbers_lost(s, step, judged)
+
+
+def refuse_numbers_lost(s: Settings, step: int, judged):
+    """Raise UserError where a loss or norm is no number: the weights that such an update made are none either, and must not replace a
+    checkpoint."""
+    if isfinite(judged.loss) and isfinite(judged.norm):
+        return
+    kept = f"; checkpoints in {s.output_dir} are from before it" if s.output_dir else ""
+    raise UserError(
+        f"step {step + 1}: the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}, which leaves no weight a number; lower -l, "
+        f"raise -u, skip such updates with -sg, or look at the data and at the weights that it began with{kept}"
+    )
 
 
 class StepClock:
@@ -657,11 +672,12 @@ def sample(run, step):
 
 
 def skipped(run, judged) -> bool:
-    """Whether -sl or -sg call for leaving this update out; then the step's values leave the outlier windows too."""
+    """Whether -sl or -sg call for leaving this update out, as it lies too far up or is no number; then the step's values leave the outlier
+    windows too."""
     s = run.settings
-    for what, z, limit in (("loss", judged.loss_z, s.skip_loss_z), ("grad", judged.norm_z, s.skip_grad_z)):
-        if limit > 0 and isfinite(z) and z > limit:
-            print(f"skipping update due to {what} z-score of {z:f}")
+    for what, x, z, limit in (("loss", judged.loss, judged.loss_z, s.skip_loss_z), ("grad", judged.norm, judged.norm_z, s.skip_grad_z)):
+        if limit > 0 and (z > limit or not isfinite(x)):  # a z-score is nan until its window is full
+            print(f"skipping update due to {what} " + (f"z-score of {z:f}" if isfinite(x) else f"of {x:f}"))
             run.loss_outliers.undo()
             run.norm_outliers.undo()
             return True

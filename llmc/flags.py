@@ -102,7 +102,7 @@ GROUPS = {
         Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay",
              at_least=0),
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
-        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up; 0 never skips",
+        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up, or no number; 0 never skips",
              at_least=0),
         Flag(("-sg",), "skip-grad-z", float, 0.0, "Z", "the same for the gradient norm", at_least=0),
     ),

@@ -385,6 +385,38 @@ def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case
         ]
 
 
+@pytest.mark.parametrize("device_waits", [True, False], ids=["one by one", "a step ahead"])
+def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoint(case, tmp_path, monkeypatch, device_waits):
+    """The first update is far too large. Also where the next step is launched before the loss is read."""
+    monkeypatch.setattr(Backend, "asynchronous", property(lambda backend: not device_waits))
+    done = run(*inputs(case), "-b 4 -t 32 -l 1e30 -x 9 -n 1", QUIET, "-o", tmp_path)
+    assert done.code == 2 and "Traceback" not in done.err
+    found = re.fullmatch(
+        r"error: step (\d+): the loss is \S+ and the gradient's norm \S+, which leaves no weight a number; lower -l, raise -u, "
+        rf"skip such updates with -sg, or look at .*; checkpoints in {re.escape(str(tmp_path))} are from before it\n", done.err,
+    )  # fmt: skip
+    step = int(found[1])
+    assert f"s:{step - 1} trl:" in (tmp_path / "main.log").read_text() and 2 <= step <= 4
+    assert [f.name for f in sorted(tmp_path.glob("DONE_*"))] == [f"DONE_{n:08d}" for n in range(1, step)]
+    weights = np.fromfile(tmp_path / f"model_{step - 1:08d}.bin", np.float32, offset=1024)
+    assert np.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("flag, what", [("-sl", "loss"), ("-sg", "grad")])
+def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(case, tmp_path, flag, what):
+    """Also while the window of outliers is not full yet."""
+    weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
+    weights[-1] = math.nan  # of lnfb: every logit is one
+    path = tmp_path / "nan.bin"
+    path.write_bytes((case / "model.bin").read_bytes()[:1024] + weights.tobytes())
+    files = inputs(case)[:4]
+    done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, "-o", tmp_path / "out", flag, "3")
+    assert done.code == 0 and done.out.count(f"skipping update due to {what} of nan\n") == 2
+    assert (tmp_path / "out" / "model_00000002.bin").read_bytes() == path.read_bytes()
+    done = run(*files, "-e", path, "-b 4 -t 32 -x 2", QUIET)
+    assert done.code == 2 and done.err.startswith("error: step 1: the loss is nan and the gradient's norm nan, which leaves no weight")
+
+
 def test_printed_z_scores_are_the_detector_s(case):
     """Recomputed from the printed losses, up to the digits printed."""
     out, detector = ran(*inputs(case), "-b 1 -t 8 -x 150", QUIET), OutlierDetector()
