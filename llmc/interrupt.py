@@ -1,15 +1,19 @@
-"""SIGINT and SIGTERM, as a question the loop asks between steps: should we stop?"""
+"""SIGINT, SIGTERM and SIGHUP, as a question the loop asks between steps: should we stop?"""
 
 import os
 import signal
 import sys
 from contextlib import suppress
 
-from llmc.errors import print_nothing_more
+from llmc.errors import LOST_OUTPUT, print_nothing_more
+
+
+ASKED_TWICE = signal.SIGINT, signal.SIGTERM  # the second of which ends the process at once
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM. A second one gets the system's own treatment: the process ends at once.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one gets the system's own treatment: the process ends at once. But for SIGHUP,
+    which a closed terminal may send more than once, and which nohup has ignored.
 
     requested  whether this process was asked
     agreed     whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
@@ -19,26 +23,29 @@ class StopRequest:
     def __init__(self, alone=True):
         self.requested = self.agreed = False
         self._alone = alone
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ASKED_TWICE:
             signal.signal(number, self._remember)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._remember)
 
     def _remember(self, number, frame):
         self.requested = True
         self.agreed |= self._alone
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in ASKED_TWICE:
             signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         sys.stdout = StillPrinting(sys.stdout)
         words = f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once"
         try:
             print(words, flush=True)
         except RuntimeError:  # the signal landed inside another print, which has the buffer
-            with suppress(BrokenPipeError):
+            with suppress(OSError):
                 os.write(1, f"{words}\n".encode())
 
 
 class StillPrinting:
     """Standard output of a run that was asked to stop: nobody may read it any more, which must not cost the checkpoint. Ctrl-C ends what
-    reads it too, as in `| tee log`."""
+    reads it too, as in `| tee log`, and a closed terminal takes nothing."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -55,6 +62,8 @@ class StillPrinting:
     def _or_nowhere(self, act, *args):
         try:
             return act(*args)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in LOST_OUTPUT:
+                raise
             print_nothing_more()
             return act(*args)

@@ -30,8 +30,8 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def signals_of_before():
-    """A training run here takes SIGINT and SIGTERM, and would answer for pytest by the end."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """A training run here takes these, and would answer for pytest by the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

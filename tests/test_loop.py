@@ -54,7 +54,7 @@ def run(*argv, after_step=lambda step: None, faked=None) -> SimpleNamespace:
         return real_step_line(step, *rest, **values)
 
     real_step_line, out, err = train_gpt2.format_step_line, io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads = torch.get_num_threads()
     fakes = {"format_step_line": step_line, "measure_matmul_tflops": lambda *_: 1.0, **(faked or {})}  # a measurement costs 0.5 s
     try:

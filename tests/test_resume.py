@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -15,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from functools import cache
@@ -433,7 +435,7 @@ class Interrupted(io.RawIOBase):
 
 
 def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
     stop = StopRequest()
     try:
@@ -442,6 +444,35 @@ def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more to stop at once\n"
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "nohup"])
+def test_a_closed_terminal_leaves_a_checkpoint_and_ends_no_run_that_ignores_it(case, tmp_path, ignored):
+    """A terminal of its own, whose other side is closed: the kernel sends SIGHUP, and what is printed from then on fails."""
+    ours, its = pty.openpty()
+
+    def as_a_session():
+        os.setsid()
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    words = words_of(["--device cpu --threads 1", *inputs(case), SIGNALLED, "-n 1000 -o", tmp_path])
+    log = tmp_path / "log"  # as nohup has it
+    with log.open("wb") if ignored else os.fdopen(os.dup(its), "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "train_gpt2.py", *words], cwd=REPO, stdin=its, stdout=out, stderr=out, preexec_fn=as_a_session
+        )
+    os.close(its)
+    seen = b""
+    while b"step    4/" not in seen:
+        assert process.poll() is None
+        seen = log.read_bytes() if ignored else seen + os.read(ours, 1 << 16)
+    os.close(ours)
+    process.wait(timeout=120)
+    done = len(timed_steps(tmp_path))
+    assert process.returncode == 0 and steps_in(tmp_path) == [done]
+    assert done == 60 if ignored else 4 <= done < 60
 
 
 def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path):
