@@ -132,7 +132,7 @@ def check_inputs(facts: dict, world: World):
         )
 
 
-HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": range(1, 129)}  # of those for bf16 only
+HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": range(1, 129)}  # of the kinds that take bf16 only
 
 
 def check_attention(o: PlanOptions):
@@ -145,7 +145,8 @@ def check_attention(o: PlanOptions):
         raise UserError(f"--attention {kind} has no fp32 form; leave it out, or train in bf16")
     if sizes and head_size not in sizes:
         taken = "sizes" if sizes.step == 1 else f"multiples of {sizes.step}"
-        others = "".join(f"{other} or " for other, its in HEAD_SIZES.items() if other in ("flash", "triton") and head_size in its)
+        repeating = ("flash", "triton") if o.kernel_set == "triton" else ("flash",)
+        others = "".join(f"{other} or " for other in repeating if head_size in HEAD_SIZES[other])
         raise UserError(
             f"heads of size {head_size}: {kind} attention takes {taken} up to {sizes[-1]} in bf16; "
             f"use --attention {others}efficient, an fp32 model with --precision fp32, or --device cpu"
@@ -168,8 +169,9 @@ def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list
         why_not = f"they are for a {there}, and this run is on a {here}"
     if s.kernels not in ("auto", "torch") and why_not:
         raise UserError(f"--kernels {s.kernels}: {why_not}; leave it out")
-    if s.matmul == own == "numba" and s.kernels == "auto" and why_not:
-        raise UserError(f"--matmul numba: {why_not}; leave it out")
+    for flag, asked in (("matmul", s.matmul), ("attention", s.attention)):
+        if asked == own and s.kernels == "auto" and why_not:
+            raise UserError(f"--{flag} {own} needs {CALLED[own]}'s kernels, and {why_not}; leave it out")
     if s.kernels != "auto":
         return s, []
     if why_not:

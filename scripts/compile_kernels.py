@@ -47,10 +47,12 @@ OWN_ATTENTION_WITH = dict(precision="bf16")  # the only type that it has
 
 
 def record_attention(channels):
-    """Launch Triton's attention: forward, backward, and of one row. Heads are of 64 channels, at GPT-2 1.5B's width of 80, as GPT-3's."""
+    """Launch Triton's attention: forward, backward, and of one row. Heads are of 64 channels, at GPT-2 1.5B's width of the 128 that are the
+    most it takes."""
     from llmc.kernels.functions import triton_attention
 
-    HS, T = 80 if channels == 1600 else min(64, channels), 16
+    HS, T = 128 if channels == 1600 else min(64, channels), 16
+    channels = channels // HS * HS
     config = replace(SMALL, channels=channels, num_heads=channels // HS)
     plan = Plan(PlanOptions(config, 1, T, kernels="triton", attention="triton", **OWN_ATTENTION_WITH)).tensors
     scratch = {name: torch.empty(plan[name].shape) for name in ("attention_delta", "attention_sums", "column_partials")}

@@ -265,11 +265,11 @@ class Attention:
 
     def __init__(self, run, shape, kind):
         (B, NH, T, HS), device = shape, run.backend.device
-        C, self.NH = NH * HS, NH
-        plan = Plan(run.options(replace(run.sizes.config, num_heads=NH, channels=C), B, T, attention=kind))
+        C, self.NH, kernels = NH * HS, NH, "triton" if kind == "triton" else run.kernels
+        plan = Plan(run.options(replace(run.sizes.config, num_heads=NH, channels=C), B, T, kernels=kernels, attention=kind))
         rooms = [t for t in plan.tensors.values() if t.purpose == "scratch"]
         self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in rooms}
-        self.operations = operations(run.kernels, attention=kind)
+        self.operations = operations(kernels, attention=kind)
         self.atty, self.datty, self.qkvr = run.random(B, T, C), run.random(B, T, C), run.random(B, T, 3 * C)
         self.dqkvr, self.dbias = run.random(B, T, 3 * C), run.random(3 * C)
         self.lse = torch.empty(plan.tensors["lse"].shape[1:], device=device)
@@ -367,27 +367,22 @@ SWEEPS = {
 }  # fmt: skip
 
 
-# of Triton's attention: (constant, values to try), each for heads of up to 64 channels and of more
+# of Triton's attention: (constant, values to try); the second of two is for heads of more than 64 channels, which no shape here has
 ATTENTION_SWEEP = (
-    ("KEYS", [(rows, max(16, rows // 2)) for rows in (32, 64, 128)]), ("QUERIES", [(rows, max(16, rows // 4)) for rows in (16, 32, 64, 128)]),
-    ("num_warps", (4, 8)),
+    ("KEYS", [(rows, 32) for rows in (32, 64, 128)]), ("QUERIES", [(rows, 16) for rows in (16, 32, 64, 128)]), ("num_warps", (4, 8)),
 )  # fmt: skip
 
 
 def tune_attention(run, record):
-    """Forward and backward beside each other, one constant after the other changed alone; rows are the plan's."""
-    room = Room(run, "triton")
-    for shape in run.sizes.attention:
-        one, other = (Attention(run, shape, "triton") for _ in range(2))
-        for name, values in (("as it is", [None]), *ATTENTION_SWEEP):
-            for value in values:
-                what = f"attention, B={shape[0]} NH={shape[1]}, {name} {value or ''}".rstrip()
-                if not run.has(10):
-                    record["not_run"].append(f"{what}: {run.left():.0f} s were left")
-                    continue
-                with attempt(record, what), constants(room, {("attention", name): value} if value else {}):
-                    (forward, _), (backward, _) = (measure(run, getattr(one, way), getattr(other, way)) for way in ("forward", "backward"))
-                    table(record, "attention").append({"what": what, "forward ms": forward, "backward ms": backward})
+    """Forward and backward, one constant changed alone; rows are the plan's."""
+    room, changes = Room(run, "triton"), [("as it is", None), *((name, value) for name, values in ATTENTION_SWEEP for value in values)]
+    cases = [(shape, *change) for shape in run.sizes.attention for change in changes]
+    for shape, name, value in while_time(run, record, cases, 10, name=lambda case: f"attention, {case}"):
+        what = f"B={shape[0]} NH={shape[1]}, {name} {value or ''}".rstrip()
+        with attempt(record, f"attention, {what}"), constants(room, {("attention", name): value} if value else {}):
+            sets = [Attention(run, shape, "triton") for _ in range(2)]
+            (forward, _), (backward, _) = (measure(run, *(getattr(one, way) for one in sets)) for way in ("forward", "backward"))
+            table(record, "attention").append({"attention": what, "forward ms": forward, "backward ms": backward})
 
 
 def tune(run, record):
@@ -395,8 +390,6 @@ def tune(run, record):
         raise Skip("only with --tune")
     if run.no_triton:
         raise Skip(run.no_triton)
-    if run.cuda:
-        tune_attention(run, record)
     values = letters(run.sizes.config, run.sizes.B, run.sizes.T)
     for kernel in while_time(run, record, [k for k in KERNELS if not k.forms], 15, name=lambda k: k.name):
         with attempt(record, kernel.name):
@@ -419,6 +412,8 @@ def tune(run, record):
                     best, now[module, name] = times[value], value
             found = ", ".join(f"{name} {value}" for (_, name), value in now.items()) or "as it is"
             table(record, "").append({"kernel": kernel.name, "ms as it is": default, "best ms": best, "best": found})
+    if run.cuda:
+        tune_attention(run, record)
 
 
 @contextmanager

@@ -279,7 +279,8 @@ def more_steps(run, record):
         (f"-r {level}", {"recompute": level}) for level in sorted(range(3, len(NOT_KEPT)), key=lambda level: level != 5)
     ]  # 5 has a goal
     forms += [("-r 0 -ge 1", {"gelu_fusion": 1}), ("-r 0 -ge 2", {"gelu_fusion": 2})]
-    forms += [(f"-r 0, {kind} attention", {"attention": kind}) for kind in ("triton", "cudnn")]
+    kinds = ("triton", "cudnn") if run.kernels == "triton" else ("cudnn",)
+    forms += [(f"-r 0, {kind} attention", {"attention": kind}) for kind in kinds]
     forms += [("-r 0, torch's operations", {"kernels": "torch"})]
     if not run.cuda:
         record["not_run"].append("triton's and cudnn's attention, -ge 1 and -ge 2: there is no CUDA device")

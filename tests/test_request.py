@@ -150,6 +150,7 @@ def test_a_cpu_without_numba_trains_with_torch_and_says_so_but_not_if_numba_was_
 
 
 @pytest.mark.parametrize("flags, capability, sentence", [
+    ("--attention triton", (7, 5), "--attention triton needs Triton's kernels, and they need a card of SM80 or later; leave it out"),
     ("--kernels triton", (), "--kernels triton: they are for a GPU, and this run is on a CPU; leave it out"),
     ("--kernels numba", (9, 0), "--kernels numba: they are for a CPU, and this run is on a GPU; leave it out"),
 ])  # fmt: skip

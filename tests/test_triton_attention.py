@@ -1,6 +1,6 @@
 """Triton's attention: softmax over the past and its gradients, in memory of the plan alone. Compiled on a card, else interpreted.
 
-fp32 is interpreted only: no run on a card has it, as its tiles would need more shared memory than there is.
+fp32 is interpreted only. No run on a card has it: products of tiles would be TF32's, and exact ones take more registers than there are.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ def room(B, T, C, NH, dtype, *_):
 @pytest.fixture
 def ours(request):
     """As in test_layers.py. On a card the tests from there leave fp32 out."""
-    if DEVICE != "cpu" and request.node.callspec.params.get("dtype") == torch.float32:
+    if DEVICE != "cpu" and "dtype" in request.fixturenames and request.getfixturevalue("dtype") == torch.float32:
         pytest.skip("no fp32 form on a card")
     forward, backward = (partial(OnDevice()._run, triton_attention()[f"attention_{way}"]) for way in ("forward", "backward"))
     return SimpleNamespace(forward=forward, backward=backward, room=room, block=ATTENTION_ROWS, lse_unit=log(2))
@@ -73,6 +73,21 @@ def test_scores_that_overflow_an_exponential_do_not_matter(ours):
     ours.forward(atty, unwritten(B, NH, T), qkvr, NH, {})
     rows = [t for t in range(T) if (qkvr[0, : t + 1, C] == qkvr[0, t, C]).sum() == 1]  # in bf16 some keys are the same
     assert len(rows) > 100 and torch.equal(atty[0, rows], qkvr[0, rows, 2 * C :])  # a query sees its own token alone
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, the test from test_layers.py is of the same memory")
+@pytest.mark.parametrize("start", [0, 1, 8])
+def test_nothing_is_written_around_the_results_on_a_card(start):
+    """Also where they are not aligned as the plan aligns them."""
+    B, T, C, NH = 2, 131, 128, 2
+    memory = [torch.full((B * T * width + 16,), torch.nan, dtype=BF16, device=DEVICE) for width in (C, 3 * C)]
+    atty, dqkvr = (x[start : len(x) - 16 + start].view(B, T, -1) for x in memory)
+    qkvr, datty = (noise(B, T, width, dtype=BF16, seed=width).to(DEVICE) for width in (3 * C, C))
+    scratch, lse = ({name: x.to(DEVICE) for name, x in room(B, T, C, NH, BF16).items()}, torch.empty(B, NH, T, device=DEVICE))
+    triton_attention()["attention_forward"](atty, lse, qkvr, NH, scratch)
+    dbias = torch.empty(3 * C, dtype=BF16, device=DEVICE)
+    triton_attention()["attention_backward"](dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, accumulate=False)
+    assert [x.isnan().sum().item() for x in memory] == [16, 16] and dbias.isfinite().all()
 
 
 # ----------------------------------------------------------------------------
