@@ -7,13 +7,12 @@ from contextlib import suppress
 
 from llmc.errors import LOST_OUTPUT, print_nothing_more
 
-
 ASKED_TWICE = signal.SIGINT, signal.SIGTERM  # the second of which ends the process at once
 
 
 class StopRequest:
-    """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one gets the system's own treatment: the process ends at once. But for SIGHUP,
-    which a closed terminal may send more than once, and which nohup has ignored.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one gets the system's own treatment: the process ends at once. But not a
+    second SIGHUP, as a closed terminal may send several, nor any where nohup has it ignored.
 
     requested  whether this process was asked
     agreed     whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
