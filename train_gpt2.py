@@ -36,6 +36,7 @@ from llmc.distributed import (
 )  # fmt: skip
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, code_of_lost_output, end_with, is_out_of_memory,
+    tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
@@ -74,8 +75,8 @@ def main(argv=None) -> int:
             print(f"llmc {__version__}")
         elif settings.plan:
             print(plan_text(settings))
-        else:
-            train(settings)
+        elif lost_output := train(settings):
+            return tell_lost_output(lost_output)
         print(end="", flush=True)  # here, where a failure is ours to name
         return 0
     except UserError as error:
@@ -403,14 +404,15 @@ def print_rows(rows: dict):
 # the loop
 
 
-def train(s: Settings):
-    """Train as the flags say, from opening the device to the last checkpoint."""
+def train(s: Settings) -> OSError | None:
+    """Train as the flags say, from opening the device to the last checkpoint. Why it stopped, if it was as nothing could be printed."""
     run = open_run(s)
     with told(run.world), memory_explained(run):
         build(run)
         with checkpoint_kept(run):
             loop(run)
     close_world(run.world)
+    return run.stop.lost_output
 
 
 def loop(run):

@@ -65,6 +65,11 @@ def code_of_lost_output(error: OSError) -> int:
     if error.filename or error.errno not in LOST_OUTPUT or _can_print():
         raise error
     print_nothing_more()
+    return tell_lost_output(error)
+
+
+def tell_lost_output(error: OSError) -> int:
+    """The exit code, after that sentence."""
     if error.errno != errno.EPIPE:
         print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
     return OUTPUT_CODE

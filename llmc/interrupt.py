@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP, as a question the loop asks between steps: should we stop?"""
+"""SIGINT, SIGTERM, SIGHUP and the loss of who reads what is printed, as a question the loop asks between steps: should we stop?"""
 
 import os
 import signal
@@ -14,26 +14,36 @@ class StopRequest:
     """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one gets the system's own treatment: the process ends at once. But not a
     second SIGHUP, as a closed terminal may send several, nor any where nohup has it ignored.
 
-    requested  whether this process was asked
-    agreed     whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
-               and every few batches of an evaluation
+    requested    whether this process was asked
+    agreed       whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
+                 and every few batches of an evaluation
+    lost_output  why nothing can be printed any more, if that is what asked
     """
 
     def __init__(self, alone=True):
         self.requested = self.agreed = False
+        self.lost_output = None
         self._alone = alone
+        sys.stdout = StillPrinting(sys.stdout, self._lose_output)
         for number in ASKED_TWICE:
             signal.signal(number, self._remember)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._remember)
 
-    def _remember(self, number, frame):
+    def _ask(self):
         self.requested = True
         self.agreed |= self._alone
+
+    def _lose_output(self, error):
+        if not self.requested:  # else a checkpoint is on its way, and Ctrl-C ends what reads us too
+            self.lost_output = error
+            self._ask()
+
+    def _remember(self, number, frame):
+        self._ask()
         for each in ASKED_TWICE:
             signal.signal(each, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        sys.stdout = StillPrinting(sys.stdout)
         words = f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once"
         try:
             print(words, flush=True)
@@ -43,11 +53,11 @@ class StopRequest:
 
 
 class StillPrinting:
-    """Standard output of a run that was asked to stop: nobody may read it any more, which must not cost the checkpoint. Ctrl-C ends what
-    reads it too, as in `| tee log`, and a closed terminal takes nothing."""
+    """Standard output of a run, which it may outlive: the end of who reads it, a full disk or a closed terminal must not cost the
+    checkpoint. The first such failure is told to lost(error); what is printed from then on goes nowhere."""
 
-    def __init__(self, stream):
-        self._stream = stream
+    def __init__(self, stream, lost):
+        self._stream, self._lost = stream, lost
 
     def __getattr__(self, name):
         return getattr(self._stream, name)
@@ -65,4 +75,5 @@ class StillPrinting:
             if error.errno not in LOST_OUTPUT:
                 raise
             print_nothing_more()
+            self._lost(error)
             return act(*args)

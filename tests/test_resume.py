@@ -4,6 +4,7 @@ Compared are the last checkpoint's model, state and extra files and main.log, by
 and peaks, which differ from run to run: of the first the steps are compared, the second must be whole.
 """
 
+import errno
 import fcntl
 import io
 import json
@@ -21,6 +22,7 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -444,6 +446,38 @@ def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more to stop at once\n"
+
+
+def test_a_run_that_nobody_reads_any_more_leaves_a_checkpoint_and_goes_on_from_there(case, tmp_path):
+    """As `| head` does it: exit code 1, and no word on stderr. The end is the straight run's."""
+    argv = [*inputs(case), SIGNALLED, "-n 1000 -nk 2 -o", tmp_path]
+    process = start(*argv)
+    for line in process.stdout:
+        if line.startswith("step    7/"):
+            break
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == ("", 1)
+    done = len(timed_steps(tmp_path))
+    assert steps_in(tmp_path) == [done] and 7 <= done < 60
+    ran(*argv, "-y 1")
+    assert_same_end(tmp_path, reference(case, 1000), 60)
+
+
+def test_a_full_disk_under_what_is_printed_ends_a_run_with_a_checkpoint_and_a_sentence(case, tmp_path, monkeypatch):
+    failures = []
+
+    class Full(io.StringIO):
+        def write(self, text):
+            if text.startswith("step    3/") and not failures:  # then nobody is told any more
+                failures.append(text)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text)
+
+    monkeypatch.setattr("llmc.interrupt.print_nothing_more", lambda: None)  # pytest has use for this process's descriptor
+    monkeypatch.setattr("test_loop.io", SimpleNamespace(StringIO=Full))
+    done = run(*inputs(case), SMALL, "-x 9", QUIET, "-o", tmp_path)
+    assert (done.code, done.err) == (1, "error: printing failed: No space left on device; send the output elsewhere, or make room\n")
+    assert steps_in(tmp_path) == [3] and "total average iteration time" in done.out
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "nohup"])
