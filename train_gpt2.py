@@ -410,13 +410,13 @@ def train(s: Settings) -> OSError | None:
     with told(run.world), memory_explained(run):
         build(run)
         with checkpoint_kept(run):
-            loop(run)
+            lost_output = loop(run)
     close_world(run.world)
-    return run.stop.lost_output
+    return lost_output
 
 
-def loop(run):
-    """Train for -x steps: every diagnostic that is due, then the step.
+def loop(run) -> OSError | None:
+    """Train for -x steps: every diagnostic that is due, then the step. Why it stopped, if it was as nothing could be printed.
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
@@ -455,6 +455,7 @@ def loop(run):
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
     run.speed_log.close()
+    return stop.lost_output
 
 
 def validation_due(run, step: int, last: bool, stopping: bool) -> bool:
