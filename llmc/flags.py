@@ -199,7 +199,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
     0: "done, or stopped by a signal, with a checkpoint if there is -o",
-    OUTPUT_CODE: "what it prints cannot be written any more; with a checkpoint if there is -o",
+    OUTPUT_CODE: "its output cannot be written; a checkpoint if there is -o",
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
