@@ -43,18 +43,15 @@ FORMS = (
 )
 
 
-OWN_ATTENTION_WITH = dict(precision="bf16")  # the only type that it has
-
-
 def record_attention(channels):
-    """Launch Triton's attention: forward, backward, and of one row. Heads are of 64 channels, at GPT-2 1.5B's width of the 128 that are the
-    most it takes."""
+    """Launch Triton's attention, which is bf16's: forward, backward, and of one row. Heads are of 64 channels, at GPT-2 1.5B's width of the
+    128 that are the most it takes."""
     from llmc.kernels.functions import triton_attention
 
     HS, T = 128 if channels == 1600 else min(64, channels), 16
     channels = channels // HS * HS
     config = replace(SMALL, channels=channels, num_heads=channels // HS)
-    plan = Plan(PlanOptions(config, 1, T, kernels="triton", attention="triton", **OWN_ATTENTION_WITH)).tensors
+    plan = Plan(PlanOptions(config, 1, T, kernels="triton", attention="triton")).tensors
     scratch = {name: torch.empty(plan[name].shape) for name in ("attention_delta", "attention_sums", "column_partials")}
     x, qkvr = (torch.empty(1, T, n * channels, dtype=torch.bfloat16) for n in (1, 3))
     lse, NH, ops = torch.empty(1, config.num_heads, T), config.num_heads, triton_attention()
@@ -93,13 +90,12 @@ def recorded_launches(channels, forms=FORMS) -> dict:
             model.ops.matmul_dbias(layer.dfcb, acts["dfch"], acts, accumulate=False)  # as -ge 2 does
             heads = [torch.empty(1, 2, 16, channels // 2, dtype=acts["dqkvr"].dtype) for _ in range(3)]
             model.ops.pack_gradients(acts["dqkvr"], layer.dqkvb, heads, 2, acts, accumulate=False)  # a CPU's attention packs by itself
-            if form == OWN_ATTENTION_WITH:
-                record_attention(channels)
             for dloss in (1.0, None):  # GPT-2's vocabulary; the model's own is of bytes, as so much of it would be zeroed in vain
                 logits = torch.empty(1, 50304, dtype=model.params["wte"].dtype)
                 model.ops.fused_classifier_inplace(
                     logits, model.acts["losses"], model.acts["targets"], {}, V=50257, dloss=dloss, rows_at_once=1
                 )
+        record_attention(channels)
     finally:
         door.launch = real
     return found
