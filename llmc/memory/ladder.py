@@ -39,6 +39,7 @@ def kept_names(level: int) -> tuple[str, ...]:
     return tuple(a.name for a in BLOCK_ACTIVATIONS if a.name not in NOT_KEPT[level])
 
 
+@cache
 def backward_schedule(level: int):
     """The stages of one block's backward pass in order, forward stages that run again included.
 
@@ -109,6 +110,7 @@ def segments(level: int, L: int) -> Segments:
     return min((Segments(L, k) for k in range(1, L + 1)), key=lambda s: (s.slots, sum(map(len, s.again))))
 
 
+@cache
 def transient_lifetimes(level: int, gelu_fusion: int = 0) -> dict[str, list[tuple[str, str]]]:
     """Name -> [(first stage, last stage), ...] for every block tensor that is not kept, gradients included; residual3 excepted.
 

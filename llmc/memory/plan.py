@@ -5,8 +5,9 @@ every tensor has the span of stages it is needed for, and tensors whose spans do
 itself, evaluation, the update and sampling are all stages on the same line, so they all fit in the same arena.
 """
 
+from bisect import insort
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 
 from llmc.config import ModelConfig
@@ -367,6 +368,7 @@ def _covered(ranges) -> int:
     return total
 
 
+@cache
 def _stage_line(level) -> tuple[str, ...]:
     """All stages of a run, in the order of time; one block stands for every layer, as they share their transients."""
     again = (prefix + s.name for prefix, stages in again_stages(level) for s in stages)
@@ -717,15 +719,21 @@ def _place(tensors, stages):
     """Give every tensor an offset: largest first, each at the lowest gap free of tensors it is alive together with."""
     at = {stage: i for i, stage in enumerate(stages)}
 
-    def meet(a, b):
-        return any(at[f1] <= at[l2] and at[f2] <= at[l1] for f1, l1 in a.spans for f2, l2 in b.spans)
+    def lifetime(tensor) -> int:
+        """A bit for every stage in which it is alive."""
+        bits = 0
+        for first, last in tensor.spans:
+            bits |= (2 << at[last]) - (1 << at[first])
+        return bits
 
-    placed = []
-    for tensor in sorted(tensors, key=lambda t: (-t.nbytes, t.name)):
-        offset = 0
-        for other in sorted((p for p in placed if meet(tensor, p)), key=lambda p: p.offset):
-            if offset + tensor.nbytes <= other.offset:
-                break
-            offset = max(offset, whole(other.offset + other.nbytes, ALIGNMENT))
+    placed, ranges = [], []  # (offset, end, lifetime), by offset
+    for tensor, nbytes in sorted(((t, t.nbytes) for t in tensors), key=lambda each: (-each[1], each[0].name)):
+        alive, offset = lifetime(tensor), 0
+        for start, end, others in ranges:
+            if alive & others:
+                if offset + nbytes <= start:
+                    break
+                offset = max(offset, end)
+        insort(ranges, (offset, whole(offset + nbytes, ALIGNMENT), alive))
         placed.append(replace(tensor, offset=offset))
     return placed

@@ -15,6 +15,7 @@ Where the parts do not divide the heads there are more, whose weights are zero a
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from llmc.config import ModelConfig
@@ -78,12 +79,14 @@ def sizes_of(config: ModelConfig, B: int = 0, T: int = 0, parts: int = 1) -> dic
 
 def resolve(shape: str, sizes: dict[str, int]) -> tuple[int, ...]:
     """("L 3C C", sizes) -> (12, 2304, 768)."""
-    dims = []
-    for word in shape.split():
-        letters = word.lstrip("0123456789")
-        factor = int(word[: len(word) - len(letters)] or 1)
-        dims.append(factor * (sizes[letters] if letters else 1))
-    return tuple(dims)
+    return tuple(factor * (sizes[letters] if letters else 1) for factor, letters in _dims(shape))
+
+
+@cache
+def _dims(shape: str) -> tuple[tuple[int, str], ...]:
+    """"L 3C C" -> ((1, "L"), (3, "C"), (1, "C"))."""
+    words = ((word, word.lstrip("0123456789")) for word in shape.split())
+    return tuple((int(word[: len(word) - len(letters)] or 1), letters) for word, letters in words)
 
 
 def parameter_shapes(config: ModelConfig, parts: int = 1) -> dict[str, tuple[int, ...]]:
