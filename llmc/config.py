@@ -59,7 +59,8 @@ class ModelConfig:
 
 def config_from_descriptor(descriptor: str) -> ModelConfig:
     """The sizes `dN`, `gpt2:dN` or `gpt3:cN` stand for. Raises UserError listing what exists."""
-    known = f"d{{{','.join(map(str, GPT2_DEPTHS))}}}, gpt2:d... or gpt3:c{{{','.join(map(str, GPT3_CHANNELS))}}}"
+    gpt3 = (C for C, (_, head_size) in GPT3_CHANNELS.items() if C % head_size == 0)
+    known = f"d{{{','.join(map(str, GPT2_DEPTHS))}}}, gpt2:d... or gpt3:c{{{','.join(map(str, gpt3))}}}"
     family, _, size = descriptor.rpartition(":")
     kind, digits = size[:1], size[1:]
     if digits.isdecimal() and family in ("", "gpt2") and kind == "d" and int(digits) in GPT2_DEPTHS:

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,9 +44,9 @@ from scripts.compare_memory import at_least
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-e", "--model", default="d12", help="model descriptor [d12]")
-    parser.add_argument("-b", "--batch-size", type=at_least(1), default=4, help="sequences [4]")
-    parser.add_argument("-t", "--sequence-length", type=at_least(1), default=64, help="tokens per sequence [64]")
+    parser.add_argument("-e", "--model", help="model descriptor [d12; with --sweep d6 and d12]")
+    parser.add_argument("-b", "--batch-size", type=at_least(1), help="sequences [4]")
+    parser.add_argument("-t", "--sequence-length", type=at_least(1), help="tokens per sequence [64]")
     parser.add_argument(
         "-r",
         "--recompute",
@@ -60,16 +61,19 @@ def main():
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--matmul", default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead of time")
-    parser.add_argument("--sweep", action="store_true", help="all sizes instead of -e, -b and -t, three steps of each")
+    parser.add_argument("--sweep", action="store_true", help="all sizes instead of -b and -t, three steps of each")
     parser.add_argument("--only", choices=("ours", "pytorch"), help="run three steps of one side and print its peak memory")
     args = parser.parse_args()
     if args.sweep and (args.memory or args.only):
         raise UserError("--sweep compares time; leave it out with --memory and --only")
+    if args.sweep and (args.batch_size or args.sequence_length):
+        raise UserError("--sweep goes through sizes of its own; leave out -b and -t, or --sweep")
     backend = open_backend(args.device, 0, True, args.matmul)
     precisions = ("fp32", "bf16") if args.precision == "both" else (args.precision,)
     if args.sweep:
         sweep(args, backend, precisions)
         return
+    args.model, args.batch_size, args.sequence_length = args.model or "d12", args.batch_size or 4, args.sequence_length or 64
     print(f"{args.model} -b {args.batch_size} -t {args.sequence_length} -r {args.recompute} on {backend.name}, torch {torch.__version__}")
     for precision in precisions:
         if args.only:
@@ -161,16 +165,16 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
     }  # fmt: skip
 
 
-SWEEP = [(model, B, T) for model in ("d6", "d12") for B, T in ((4, 64), (16, 64), (4, 256), (1, 1024), (4, 1024))]
+SWEEP_MODELS, SWEEP_SIZES = ("d6", "d12"), ((4, 64), (16, 64), (4, 256), (1, 1024), (4, 1024))  # B and T
 
 
 def sweep(args, backend, precisions):
-    """A table of all sizes; fewer steps of each, as the large ones take many seconds."""
-    args.steps = min(args.steps, 3)
+    """A table of all sizes of one model or of all; fewer steps of each, as the large ones take many seconds."""
+    args.steps, models = min(args.steps, 3), [args.model] if args.model else SWEEP_MODELS
     print(f"-r {args.recompute} on {backend.name}, torch {torch.__version__}; medians of {args.steps} steps, the two in turn")
     print(f"{'model':<6} {'B':>3} {'T':>5} {'':<5} {'ours ms':>8} {'of matmul peak':>15} {'pytorch ms':>11} {'ours/pytorch':>13}")
     for precision in precisions:
-        for args.model, args.batch_size, args.sequence_length in SWEEP:
+        for args.model, (args.batch_size, args.sequence_length) in product(models, SWEEP_SIZES):
             m = measure_time(args, backend, precision)
             print(f"{args.model:<6} {args.batch_size:>3} {args.sequence_length:>5} {precision:<5} {m['ours'] * 1e3:>8.0f} "
                   f"{m['ours_share']:>15.0%} {m['pytorch'] * 1e3:>11.0f} {statistics.median(m['ratios']):>13.3f}", flush=True)  # fmt: skip

@@ -55,8 +55,8 @@ from scripts.plotting import check_picture, new_figure, save_picture
 
 # flags of train_gpt2.py that decide what a step does, and defaults that differ from its
 TAKEN = (
-    "model", "batch_size", "sequence_length", "recompute", "precision", "device", "kernels", "attention", "matmul", "gelu_fusion",
-    "master", "optimizer_state", "grad_dtype", "offload_residual", "head_chunk", "threads",
+    "model", "batch_size", "sequence_length", "recompute", "precision", "device", "kernels", "attention", "matmul", "gelu_fusion", "tf32",
+    "master_weights", "master", "optimizer_state", "grad_dtype", "offload_residual", "head_chunk", "threads",
 )  # fmt: skip
 DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
 
@@ -154,7 +154,7 @@ def check_words(words: list[str], shared: set[str]) -> list[str]:
     for word in words:
         flag = word.partition("=")[0]
         if flag in BY_NAME and flag not in shared | OWN:
-            raise UserError(f"{flag} says nothing of how a step is done; leave it out, or see --help")
+            raise UserError(f"{flag} is not about a step on one device, which is what is profiled; leave it out, or see --help")
     return words
 
 

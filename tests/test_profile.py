@@ -262,7 +262,7 @@ def test_a_gradient_that_is_added_to_is_read_and_written(profiled):
 
 
 @pytest.mark.parametrize("words, n_bytes", [
-    (["--master", "bits16"], 26), (["--optimizer-state", "bf16"], 20), (["--master", "none"], 22), (["--grad-dtype", "fp32"], 30),
+    (["--master", "bits16"], 26), (["--optimizer-state", "bf16"], 20), (["--master", "none"], 22), (["-w", "0"], 22), (["--grad-dtype", "fp32"], 30),
 ])  # fmt: skip
 def test_the_update_moves_what_its_form_has(profiled, words, n_bytes):
     _, found = profiled("--precision", "bf16", *words)
@@ -327,8 +327,8 @@ def test_ranges_are_named_as_stages_and_rows():
     (["--steps", "0"], "--steps 0: expected a whole number of 1 or more"),
     (["--nvtx"], "--nvtx marks ranges for a GPU's profiler, and this run is on "),
     (["--wrong"], "unrecognized arguments: --wrong"),
-    (["-g", "1"], "-g says nothing of how a step is done; leave it out"),
-    (["--max-steps=3"], "--max-steps says nothing of how a step is done"),
+    (["-g", "1"], "-g is not about a step on one device, which is what is profiled; leave it out"),
+    (["--max-steps=3"], "--max-steps is not about a step on one device"),
     (["--output", "/proc/nowhere/p.png"], "--output /proc/nowhere/p.png: cannot be written, the folder /proc/nowhere does not exist"),
     (["--json", "/proc/rows.json"], "--json /proc/rows.json: cannot be written, "),
     (["--trace", "/"], "--trace /: cannot be written, it is a folder"),
