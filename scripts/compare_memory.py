@@ -37,7 +37,7 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import MIB
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.report import COLUMNS
-from scripts.plotting import check_picture, new_figure, read_speed, save_picture
+from scripts.plotting import check_picture, new_figure, read_speed, save_picture, shown
 
 TRAIN = REPO / "train_gpt2.py"
 DATA = (REPO / "dev/data/stdlib/stdlib_train.bin", REPO / "dev/data/tinyshakespeare/tiny_shakespeare_train.bin")
@@ -180,14 +180,17 @@ def read_run(folder: Path) -> Run:
         # the names that are needed below, so that a record without them is refused here
         options = plan["options"] | {name: plan["options"][name] for name in ("batch_size", "sequence_length", "precision", "recompute")}
         columns = {name: int(plan["columns"][name]) for name in COLUMNS}
+        options["recompute"] = int(options["recompute"])
         columns["scratch"] += sum(int(plan["columns"].get(name, 0)) for name in ("gathered", "checkpoint"))  # which few runs have
         run = Run(
             folder, Path(record["flags"]["model"]).name, record["device"], options, record["flags"]["total_batch_size"],
             columns, int(plan["total_bytes"]),
             max(int(phase["over_baseline_bytes"]) for phase in phases.values()), (),
         )  # fmt: skip
-        first = phases["first step"]["step"] if "first step" in phases else -1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        first = int(phases["first step"]["step"]) if "first step" in phases else -1
+        if run.total_bytes <= 0:
+            raise ValueError(f"a plan of {run.total_bytes} bytes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"{path} is not a whole record of a run ({type(error).__name__}: {error}); run it again with -o {folder}"
         ) from error
@@ -367,13 +370,13 @@ def draw(runs: list[Run], labels: list[str]):
     for axes in (memory, speed):
         axes.yaxis.set_major_formatter("{x:,.0f}")
     slanted = sum(map(len, labels)) > 60
-    memory.set_xticks(places, labels, rotation=30 if slanted else 0, ha="right" if slanted else "center")
+    memory.set_xticks(places, [*map(shown, labels)], rotation=30 if slanted else 0, ha="right" if slanted else "center")
     room = max(len(runs), 4) / 2 + 0.1  # one bar or two should not be walls
     memory.set_xlim((len(runs) - 1) / 2 - room, (len(runs) - 1) / 2 + room)
     memory.set_axisbelow(True)
     memory.grid(axis="y", alpha=0.3)
-    figure.suptitle(f"{compared(runs)}: planned and measured memory, and speed", fontsize=12)
-    memory.set_title(listed(run.device for run in runs), fontsize=9, color="#555555")
+    figure.suptitle(f"{shown(compared(runs))}: planned and measured memory, and speed", fontsize=12)
+    memory.set_title(shown(listed(run.device for run in runs)), fontsize=9, color="#555555")
     entries = [
         *memory.containers,
         Line2D([], [], linestyle="none", marker="_", markersize=18, markeredgewidth=2.5, color="black", label="measured peak"),

@@ -169,17 +169,16 @@ def open_tensors(folder: Path) -> dict:
 def check_tensors(tensors: dict, config: ModelConfig, folder: Path) -> None:
     """Raise UserError unless these are exactly the tensors of such a model; an output head must be wte and is dropped."""
     head = tensors.pop("lm_head.weight", None)
-    expected = hf_shapes(config)
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in hf_shapes(config):  # one by one: a damaged config.json may ask for any number of layers
+        expected.add(name)
         if name not in tensors:
-            raise UserError(
-                f"{folder} lacks the tensor {name}; its config.json asks for {len(expected)}, so save or download the model again"
-            )
+            raise UserError(f"{folder} lacks the tensor {name}, which its config.json asks for; save or download the model again")
         if (found := tuple(tensors[name].get_shape())) != shape:
             raise UserError(f"{folder} has {name} of shape {found}; its config.json asks for {shape}, so save or download the model again")
         if (dtype := tensors[name].get_dtype()) not in ("F32", "F16", "BF16"):
             raise UserError(f"{folder} has {name} as {dtype}; expected F32, F16 or BF16, so save the model again in one of these")
-    if unknown := sorted(tensors.keys() - expected.keys()):
+    if unknown := sorted(tensors.keys() - expected):
         raise UserError(f"{folder} has a tensor {unknown[0]}, which is not part of a GPT-2; the model cannot be converted")
     if head is not None and not torch.equal(head[:], tensors["wte.weight"][:]):
         raise UserError(
@@ -187,9 +186,9 @@ def check_tensors(tensors: dict, config: ModelConfig, folder: Path) -> None:
         )
 
 
-def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Hugging Face GPT-2 of this size, without "transformer.", and its shape."""
-    return {hf_name: shape[::-1] if name in TRANSPOSED else shape for name, hf_name, shape in slices(config)}
+def hf_shapes(config: ModelConfig):
+    """(name, shape) of every tensor of a Hugging Face GPT-2 of this size, without "transformer."."""
+    return ((hf_name, shape[::-1] if name in TRANSPOSED else shape) for name, hf_name, shape in slices(config))
 
 
 def slices(config: ModelConfig):

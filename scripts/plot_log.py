@@ -23,23 +23,24 @@ import numpy as np
 
 from llmc.errors import UserError, run_script
 from llmc.logger import LOG_NAME, SPEED_NAME
-from scripts.plotting import SPEED_LINE, check_picture, new_figure, read_lines, read_speed, save_picture
+from scripts.plotting import SPEED_LINE, check_picture, new_figure, read_lines, read_speed, save_picture, shown
 
 N = r"[-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?)"
 # a group's name is the series it goes to; step, printed and resumed say where in it
 FORMS = (
-    re.compile(rf"s:(?P<step>\d+) trl:(?P<loss>{N})(?: lr:(?P<lr>{N}) norm:(?P<norm>{N}))?"),  # llm.c's older logs end after trl
-    re.compile(rf"s:(?P<step>\d+) tel:(?P<val>{N})"),
-    re.compile(rf"s:(?P<step>\d+) eval:(?P<accuracy>{N})"),
+    re.compile(rf"s:(?P<step>\d{{1,18}}) trl:(?P<loss>{N})(?: lr:(?P<lr>{N}) norm:(?P<norm>{N}))?"),  # llm.c's older logs end after trl
+    re.compile(rf"s:(?P<step>\d{{1,18}}) tel:(?P<val>{N})"),
+    re.compile(rf"s:(?P<step>\d{{1,18}}) eval:(?P<accuracy>{N})"),
     SPEED_LINE,
     re.compile(
-        rf"step +(?P<printed>\d+)/\d+ \| (?:train )?loss +(?P<loss>{N})\b.*?\| norm +(?P<norm>{N})\b.*?\| lr (?P<lr>{N})\b"
+        rf"step +(?P<printed>\d{{1,18}})/\d+ \| (?:train )?loss +(?P<loss>{N})\b.*?\| norm +(?P<norm>{N})\b.*?\| lr (?P<lr>{N})\b"
         rf".*?\b(?P<speed>{N}) tok/s\)?"
     ),
     re.compile(rf"val loss (?P<val>{N})"),
     re.compile(rf"HellaSwag: \d+/\d+ = (?P<accuracy>{N})"),
-    re.compile(r"resuming at step (?P<resumed>\d+) .*"),
+    re.compile(r"resuming at step (?P<resumed>\d{1,18}) .*"),
 )
+HIGHEST = 1e300  # that an axis, somewhat longer than its values, can show
 SERIES = ("loss", "val", "accuracy", "lr", "norm", "speed")
 COLOURS = ("#1f77b4", "#d95f02", "#2a9d4a", "#b0338c", "#7a5a3c", "#555555", "#17a2b8", "#b8a000")
 TITLES = {
@@ -200,9 +201,9 @@ def scale(panel, name: str) -> None:
 
 
 def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
-    """One series of a log; nan and inf are gaps, and a series without any finite value, or a norm above 0, is left out."""
-    lowest = 0.0 if name == "norm" else float("-inf")
-    points = {step: value if isfinite(value) and value > lowest else nan for step, value in log.series[name].items()}
+    """One series of a log; nan, inf and what no axis reaches are gaps, and a series of nothing else, or of no norm above 0, is left out."""
+    lowest = 0.0 if name == "norm" else -HIGHEST
+    points = {step: value if lowest < value < HIGHEST else nan for step, value in log.series[name].items()}
     if not any(map(isfinite, points.values())):
         return
     if len(points) == 1:
@@ -221,9 +222,9 @@ def add_legends(figure, panel, logs: list[Log]) -> None:
     if handles:
         panel.legend(handles=handles, fontsize=9)
     if len(logs) == 1:
-        figure.suptitle(logs[0].label, fontsize=12)
+        figure.suptitle(shown(logs[0].label), fontsize=12)
         return
-    handles = [Line2D([], [], color=colour, linewidth=2.5, label=log.label) for log, colour in zip(logs, COLOURS * len(logs))]
+    handles = [Line2D([], [], color=colour, linewidth=2.5, label=shown(log.label)) for log, colour in zip(logs, COLOURS * len(logs))]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(logs)), fontsize=10, frameon=False)
 
 

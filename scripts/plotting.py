@@ -8,7 +8,7 @@ from llmc.errors import UserError
 from llmc.files import write_atomically
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-SPEED_LINE = re.compile(r"s:(?P<step>\d+) ms:(?P<ms>\d+\.\d+) tok/s:(?P<speed>\d+\.\d+)")
+SPEED_LINE = re.compile(r"s:(?P<step>\d{1,18}) ms:(?P<ms>\d+\.\d+) tok/s:(?P<speed>\d+\.\d+)")
 DPI = 150
 
 
@@ -23,7 +23,7 @@ def read_lines(path: Path) -> list[str]:
 def read_speed(path: Path) -> dict[int, tuple[float, float]]:
     """step -> (ms, tokens/s) of a speed.log; of a step that is there twice the later line counts. Raises UserError."""
     found = filter(None, map(SPEED_LINE.fullmatch, read_lines(path)))
-    return {int(line["step"]): (float(line["ms"]), float(line["speed"])) for line in found}
+    return {int(line["step"]): (float(line["ms"]), float(line["speed"])) for line in found if float(line["ms"]) > 0}
 
 
 def check_picture(path: Path, otherwise: str = "") -> None:
@@ -36,6 +36,11 @@ def check_picture(path: Path, otherwise: str = "") -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError(f"drawing needs matplotlib, which is not installed; pip install matplotlib{otherwise}") from error
+
+
+def shown(text: str) -> str:
+    """The text as a picture is to show it: what stands between two dollars is no formula."""
+    return text.replace("$", r"\$")
 
 
 def new_figure(width: float, height: float):

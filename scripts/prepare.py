@@ -194,7 +194,7 @@ def read_or_refused(path: Path):
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}); convert it") from error
+        raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
 

@@ -222,6 +222,13 @@ def without(key, values):
     (json.dumps(record() | {"measured": []}), "is not a whole record of a run"),
     (json.dumps(record() | {"measured": [{"phase": "end", "over_baseline_bytes": None}]}), "is not a whole record of a run"),
     (json.dumps(record() | {"plan": record()["plan"] | {"options": {}}}), "is not a whole record of a run"),
+    (json.dumps(record() | {"plan": record()["plan"] | {"total_bytes": 0}}), "is not a whole record of a run .*a plan of 0 bytes"),
+    (json.dumps(record() | {"plan": record()["plan"] | {"total_bytes": math.inf}}), "is not a whole record of a run"),
+    (json.dumps(record() | {"plan": record()["plan"] | {"options": record()["plan"]["options"] | {"recompute": []}}}),
+     "is not a whole record of a run"),
+    (json.dumps(record() | {"measured": [record()["measured"][0] | {"phase": "first step", "step": "one"}]}),
+     "is not a whole record of a run"),
+    ("[" * 100_000, "is not a whole record of a run"),
     (json.dumps(record()), "cannot read .*speed.log"),
 ))  # fmt: skip
 def test_a_folder_that_is_no_run_s_is_named(content, words, three, tmp_path, capsys):

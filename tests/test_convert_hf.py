@@ -208,6 +208,11 @@ def test_weights_this_trainer_cannot_hold_are_refused_by_name(folder):
     for tensors, words in spoiled:
         safetensors_torch.save_file(tensors, path)
         refused(folder, str(folder), *words)
+    safetensors_torch.save_file(good, path)
+    config, sizes = folder / "config.json", json.loads((folder / "config.json").read_text())
+    config.write_text(json.dumps(sizes | {"n_layer": 10**9}))
+    refused(folder, str(folder), "lacks the tensor h.3.ln_1.weight")
+    config.write_text(json.dumps(sizes))
     path.write_bytes(path.read_bytes()[:5000])
     refused(folder, str(path), "damaged")
     path.unlink()

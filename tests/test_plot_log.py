@@ -82,7 +82,7 @@ def test_not_a_number_stays_one():
 
 
 @pytest.mark.parametrize("line", (
-    "", "s:1", "s:x trl:1.0", "s:1 trl:", "s:1 trl:1.0 lr:", "s:1 hello", "val loss", "val loss low", "step 1/2", "generating:", "---",
+    "", "s:1", f"s:{'1' * 400} trl:1.0", "s:x trl:1.0", "s:1 trl:", "s:1 trl:1.0 lr:", "s:1 hello", "val loss", "val loss low", "step 1/2", "generating:", "---",
     "step    1/700 | loss 10.7 (+nanz)| norm 40.5 (+na", "| val_loss_every        | 20 |", "total average iteration time: 218.9 ms",
 ))  # fmt: skip
 def test_lines_in_another_form_are_skipped(line):
@@ -164,7 +164,7 @@ def test_a_panel_with_nothing_to_show_says_so(matplotlib):
     assert said == [[], ["nothing to show"], ["nothing to show"], ["nothing to show: no speed.log beside main.log"]]
 
 
-@pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf, 1e308))
 def test_nan_and_inf_are_gaps(bad, matplotlib, tmp_path):
     values = {0: 3.0, 1: bad, 2: 2.0}
     figure = plot_log.draw([Log("a", {name: values for name in plot_log.SERIES}), Log("b", EMPTY | {"loss": {0: bad}, "val": {5: bad}})])
@@ -189,6 +189,12 @@ def test_the_picture_is_written_and_not_blank(matplotlib, tmp_path, capsys):
     picture = imread(tmp_path / "log.png")
     assert picture.shape[1] == 1350 and 0.02 < (picture[..., :3] < 0.9).any(axis=-1).mean() < 0.5
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_dollars_in_a_name_are_no_formula(matplotlib, tmp_path):
+    logs = [Log(f"cost_$5_or_$6{bracket}", EMPTY | {"loss": {0: 1.0, 1: 2.0}}) for bracket in "{}"]
+    for count in (1, 2):
+        plot_log.save_picture(plot_log.draw(logs[:count]), tmp_path / "a.png")
 
 
 # --- what is refused
