@@ -17,7 +17,7 @@ python := $(VENV)/bin/python
 data   := dev/data/stdlib
 # what shows most in under three minutes on two cores with bf16: many small steps, and a rate that suits them (tried on the same
 # sizes with a vocabulary of 256, one run each: training loss 2.13 at 2.5e-4, 2.05 at 5e-4, 2.15 at 1e-3, 2.40 at 2e-3)
-demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 350 -g 256
+demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 350 -g 256 -n 700
 
 # tests that start ranks, or are about nothing else
 ranks  := async_checkpoint failure group parts_program place ranks remainder rendezvous tensor_parallel traffic watch zero

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 from llmc import __version__
 from llmc.backend import MATMUL_LIBRARY, Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
-from llmc.checkpoint.store import extra_path, prepare_folder
+from llmc.checkpoint.store import done_path, extra_path, prepare_folder
 from llmc.config import ModelConfig
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
@@ -180,7 +180,7 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
 def build(run: SimpleNamespace) -> SimpleNamespace:
     """Add to an opened run its files and the model, printing llm.c's allocation lines on the way."""
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
-    config, per_micro_step = plan.options.config, run.total_batch_size // run.grad_accum_steps
+    config = plan.options.config
 
     # the host side first: a missing file should not cost the time to build a model
     world.progress("opening the data")
@@ -202,7 +202,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         )
     val_batches = 0
     if val_loader:
-        val_batches = max(1, val_loader.num_tokens // per_micro_step) if s.val_max_steps == -1 else s.val_max_steps
+        val_batches = val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": plan.options.processors,
@@ -219,6 +219,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
     for line in (*run.notes, *notes(s, run, tokenizer)):
         print(line)
 
+    refuse_too_large(run)
     parameters = plan.arenas["parameters"]
     print(f"num_parameters: {num_parameters(config)} => bytes: {parameters}")
     print(f"allocated {parameters // MIB} MiB for model parameters")
@@ -251,6 +252,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         model=model, record=record, writer=writer, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
         tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, resume_step=run.source.resume_step,
         loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(), has_waited=False,
+        last_batch=None, unproven=[], proven_step=-1,  # steps of checkpoints that must not replace others yet; and up to which one they may
     )  # fmt: skip
     if run.resume_step is not None:
         world.progress("resuming")
@@ -299,8 +301,8 @@ def notes(s: Settings, run, tokenizer):
         yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
 
 
-def build_model(run):
-    """Allocate the plan and fill in the weights. Raises NotEnoughMemory, before allocating where that can be known."""
+def refuse_too_large(run):
+    """Raise NotEnoughMemory, or UserError where it is the host's, for a plan that will not fit: before anything is compiled or allocated."""
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(
@@ -314,6 +316,11 @@ def build_model(run):
             f"{asked} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are {host // MIB} MiB; "
             f"{'use a smaller -b, or ' * o.offload_residual}leave it out and see --plan"
         )
+
+
+def build_model(run):
+    """Allocate the plan and fill in the weights."""
+    plan = run.plan
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.snapshot import load_weights
     from llmc.distributed.group import split_world
@@ -434,6 +441,8 @@ def loop(run) -> OSError | None:
                 diagnose(run, step)
                 agree_to_stop(run)
                 clock.pause()
+        if stopping and step == 0 and not stop.lost_output:
+            raise KeyboardInterrupt  # nothing is trained that a checkpoint could keep
         if last or stopping:
             break
         if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
@@ -451,6 +460,8 @@ def loop(run) -> OSError | None:
             launched = finish_step(run, clock, launched)
     finish_step(run, clock, launched)
     complete_checkpoint(run)
+    if run.unproven:
+        prove_last(run, step)
     print(f"total average iteration time: {clock.average_ms:f} ms")
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
@@ -487,7 +498,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
     launched = SimpleNamespace(step=step, started=clock.start(), judged=None, skipped=False)
     for micro_step in range(accum):
         run.world.moved()
-        inputs, targets = loader.next_batch()  # (B, T) int64
+        run.last_batch = inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
     model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.writer.written
     grad_norm = model.grad_norm()
@@ -537,19 +548,38 @@ def finish_step(run, clock, launched) -> None:
     run.record.phase("first step", step)
     if run.writer.step is not None and judged.checkpoints_written == run.writer.begun:
         end_checkpoint(run)
-    if not launched.skipped:
-        refuse_numbers_lost(s, step, judged)
+    if isfinite(judged.loss):
+        prove(run, step)
+    if not launched.skipped and not (isfinite(judged.loss) and isfinite(judged.norm)):
+        refuse_numbers_lost(run, f"step {step + 1}: the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}")
 
 
-def refuse_numbers_lost(s: Settings, step: int, judged):
-    """Raise UserError where a loss or norm is no number: the weights that such an update made are none either, and must not replace a
-    checkpoint."""
-    if isfinite(judged.loss) and isfinite(judged.norm):
-        return
+def prove(run, step: int):
+    """A loss that the weights of `step` gave is a number: a checkpoint of them, or of earlier ones, may replace others."""
+    run.proven_step = step
+    delete_replaced(run)
+
+
+def prove_last(run, step: int):
+    """One more loss, of the batch trained last, or the next, for a checkpoint after which nothing was trained or validated."""
+    run.world.progress(f"step {step}, one more loss")
+    batch = run.last_batch or run.train_loader.next_batch()
+    loss = mean_over_ranks(run, [run.model.token_losses(*batch).mean()])
+    if not isfinite(loss):
+        refuse_numbers_lost(run, f"step {step}: the loss is now {loss:f}")
+    prove(run, step)
+
+
+def refuse_numbers_lost(run, found: str):
+    """Raise UserError: weights that give no number, or are none, must not become a checkpoint that replaces a good one."""
+    s = run.settings
     kept = f"; checkpoints in {s.output_dir} are from before it" if s.output_dir else ""
+    if run.unproven:
+        names = " and ".join(done_path(s.output_dir, step).name for step in run.unproven)
+        kept = f"; it may be in the last checkpoint too: remove {names} from {s.output_dir} to resume from one before"
+    skip = "" if may_skip(s) else "skip such updates with -sg, "
     raise UserError(
-        f"step {step + 1}: the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}, which leaves no weight a number; lower -l, "
-        f"raise -u, skip such updates with -sg, or look at the data and at the weights that it began with{kept}"
+        f"{found}, which leaves no weight a number; lower -l, raise -u, {skip}or look at the data and at the weights that it began with{kept}"
     )
 
 
@@ -625,11 +655,19 @@ def validate(run, step):
         if evaluation_ends(run, f"step {step}, validate", batch):
             return
         means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
-    sharing = run.model.sharing
-    loss = sharing.total(sum(mean.item() for mean in means)) / (run.val_batches * sharing.size)
+    loss = mean_over_ranks(run, means)
     print(f"val loss {loss:f}", flush=True)
     run.log.val(step, loss)
     run.record.phase("evaluation", step)
+    if not isfinite(loss):
+        refuse_numbers_lost(run, f"step {step}: the validation loss is {loss:f}")
+    prove(run, step)
+
+
+def mean_over_ranks(run, means) -> float:
+    """Of so many means on each rank."""
+    sharing = run.model.sharing
+    return sharing.total(sum(mean.item() for mean in means)) / (len(means) * sharing.size)
 
 
 class Stopped(Exception):
@@ -728,13 +766,14 @@ def complete_checkpoint(run):
 
 
 def end_checkpoint(run):
-    """All ranks have written theirs: now it counts, and what -nk no longer keeps is deleted."""
+    """All ranks have written theirs: now it counts, and replaces what -nk no longer keeps, once a loss of its weights is a number."""
     from llmc.checkpoint.snapshot import end_snapshot
 
     step = end_snapshot(run.writer, run.settings.output_dir, run.model)
     if run.settings.async_checkpoint:
         print(f"Wrote checkpoint at step {step}", flush=True)
-    delete_replaced(run, step)
+    run.unproven.append(step)
+    delete_replaced(run)
     run.record.phase("checkpoint", step)
 
 
@@ -759,13 +798,15 @@ def checkpoint_kept(run):
         raise
 
 
-def delete_replaced(run, step: int):
-    """What -nk no longer keeps, now that the checkpoint of `step` is complete."""
+def delete_replaced(run):
+    """What -nk no longer keeps, as newer checkpoints are complete and their weights proven."""
     from llmc.checkpoint.snapshot import rotate
 
     s = run.settings
-    if s.checkpoint_every > 0 and run.world.rank == 0:
-        rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
+    while run.unproven and run.unproven[0] <= run.proven_step:
+        step = run.unproven.pop(0)
+        if s.checkpoint_every > 0 and run.world.rank == 0:
+            rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
 
 def resume(run):
@@ -779,20 +820,23 @@ def resume(run):
     load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
     ranks = range(saved.num_processes)
     states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
+    loader.check_shuffle(states[0].should_shuffle)  # before its shards are compared, which -a 1 replaces
     continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
     loader.go_on(continued)
     print(*continued.notes, sep="\n", end="\n" * bool(continued.notes))
-    if extras[0]:  # a checkpoint that llm.c wrote has none
-        adopt(run, extras[0])
-    delete_replaced(run, run.resume_step)  # a crash can fall between a checkpoint and the deletion that follows it
+    adopt(run, extras[0])
+    run.unproven.append(run.resume_step)  # what it replaces may still be there
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
 
 
 def adopt(run, extra: dict):
-    """Take over what the state file has no room for. Raises UserError where it is damaged."""
+    """Take over what the state file has no room for; a checkpoint that llm.c wrote has nothing of it. Raises UserError where it is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
+    if not extra:
+        print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
+        return
     if missing := {"loss_outliers", "norm_outliers"} - extra.keys():
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))

@@ -199,11 +199,11 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
     0: "done, or stopped by a signal, with a checkpoint if there is -o",
-    OUTPUT_CODE: "its output cannot be written; a checkpoint if there is -o",
+    OUTPUT_CODE: "output lost (a checkpoint if there is -o), or a fault, with traceback",
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
-    INTERRUPT_CODE: "Ctrl-C before the first step",
+    INTERRUPT_CODE: "Ctrl-C before the first step, or a second one (SIGTERM: 143)",
 }
 
 EXAMPLES = (

@@ -446,7 +446,7 @@ def test_residuals_and_a_checkpoint_share_the_host():
     footer = f"host memory: {plan.host_bytes / MIB:.1f} MiB pinned, beside the total; of it {mib} for checkpoints while they are written"
     assert footer in plan_table(o).splitlines()
     with pytest.raises(UserError) as refused:
-        train_gpt2.build_model(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
+        train_gpt2.refuse_too_large(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
     assert str(refused.value).startswith("--offload-residual with --async-checkpoint 1 needs") and "use a smaller -b" in str(refused.value)
 
 

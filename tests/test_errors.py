@@ -257,7 +257,8 @@ FLAGS = {
     "-i matches the model too": ("-i *.bin", "expected a token shard"),
     "-e is a shard": ("-e val.bin", "is a token shard; expected a model file"),
     "-e is a state": ("-e log/state_00000002_00000.bin", "is a training state file; expected a model file"),
-    "unknown descriptor": ("-e d13", "-e d13: neither a .bin file nor a known model descriptor; expected d{6,12,"),
+    "unknown descriptor": ("-e d13", "-e d13: neither a .bin file nor a known model descriptor; expected d{6,12,",
+        "2560,4096,12288}"),
     "unknown family": ("-e gpt4:d12", "-e gpt4:d12: neither"),
     "descriptor llm.c refuses": ("-e gpt3:c5140", "5140 channels are not a multiple"),
     "T above the model's, -r auto": ("-r auto -t 100000000 --memory-budget 1GiB", "-t 100000000: the model knows 64 positions"),
@@ -541,6 +542,8 @@ RESUMES = {
     "model is empty": (damaged(MODEL, cut(0)), "", MODEL, "is empty"),
     "model is truncated": (damaged(MODEL, cut(5000)), "", MODEL, "truncated by"),
     "model is oversized": (damaged(MODEL, plus(b"x")), "", MODEL, "oversized by 1"),
+    "model of the other checkpoint": (lambda log: replace(log / MODEL, (log / "model_00000002.bin").read_bytes()),
+        "", MODEL, "is not the file that was written with the training state", EXTRA),
     "model of 0 layers": (damaged(MODEL, word(4, 0)), "", MODEL, "num_layers = 0"),
     "model and state are swapped": (
         lambda log: ((log / MODEL).rename(log / "x"), (log / STATE).rename(log / MODEL), (log / "x").rename(log / STATE)),
@@ -769,7 +772,7 @@ def shell(command: str, **environment) -> subprocess.CompletedProcess:
     """A command of sh, in which $TRAIN is the program and $SCRIPTS/name.py another."""
     programs = {"TRAIN": f"{sys.executable} {REPO}/train_gpt2.py", "SCRIPTS": f"{sys.executable} {REPO}/scripts"}
     environment = {**os.environ, **programs, **environment}
-    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60, errors="surrogateescape")
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300, errors="surrogateescape")
 
 
 STREAMS = {  # command -> exit code of the program, what stderr holds
@@ -779,6 +782,7 @@ STREAMS = {  # command -> exit code of the program, what stderr holds
     "a script's help into a full disk": ("$SCRIPTS/plot_log.py --help > /dev/full; echo $?", 1, "error: printing failed: No space left"),
     "too large a bench": ("$SCRIPTS/bench.py -e gpt3:c12288 -b 1 -t 64 --only ours > /dev/null; echo $?", 2,
                           "error: a step of gpt3:c12288 -b 1 -t 64 -r 0 in"),
+    "a sweep of one size": ("$SCRIPTS/bench.py --sweep -b 4 > /dev/null; echo $?", 2, "leave out -b and -t, or --sweep"),
     "too long a bench": ("$SCRIPTS/bench.py -b 1 -t 1030 --only ours > /dev/null; echo $?", 2, "error: -t 1030: the model knows 1024"),
     "a script's path that nobody may have": (f"$SCRIPTS/plot_log.py {'x' * 300}; echo $?", 2, "x: File name too long; check the path, its"),
     "a script's error without stdout": ("exec 3>&1; $SCRIPTS/plot_log.py nothing >&- 3>&3; echo $? >&3", 2, "error: "),

@@ -25,6 +25,7 @@ import train_gpt2
 from llmc.backend import Backend
 from llmc.checkpoint.model_file import write_model
 from llmc.config import config_from_descriptor
+from llmc.data.shards import write_shard
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.memory.ladder import NOT_KEPT
@@ -324,6 +325,13 @@ def test_m_minus_1_averages_the_whole_split(case):
     assert value[0] == value[1] != value[2] and "| val_num_batches       | 15 " in whole
 
 
+def test_m_minus_1_takes_no_batch_of_short_shards_twice(case, tmp_path):
+    """Three shards of 250 tokens are 750, in which 4*32 go five times; but each shard has one batch."""
+    for number in range(3):
+        write_shard(tmp_path / f"val_{number}.bin", np.random.default_rng(number).integers(0, 96, 250, dtype=np.uint16))
+    assert "| val_num_batches       | 3 " in ran(*inputs(case), "-j", tmp_path / "val_*.bin", "-b 4 -t 32 -x 0 -s 0 -m -1")
+
+
 def test_x_minus_1_is_one_epoch(case):
     """8333 tokens // 512 = 16 steps."""
     out = ran(*inputs(case), "-b 8 -t 64", QUIET)
@@ -393,25 +401,48 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoi
     assert done.code == 2 and "Traceback" not in done.err
     found = re.fullmatch(
         r"error: step (\d+): the loss is \S+ and the gradient's norm \S+, which leaves no weight a number; lower -l, raise -u, "
-        rf"skip such updates with -sg, or look at .*; checkpoints in {re.escape(str(tmp_path))} are from before it\n", done.err,
+        rf"skip such updates with -sg, or look at .*; it may be in the last checkpoint too: remove DONE_0+(\d+) from "
+        rf"{re.escape(str(tmp_path))} to resume from one before\n", done.err,
     )  # fmt: skip
     step = int(found[1])
+    assert int(found[2]) == step - 1
     assert f"s:{step - 1} trl:" in (tmp_path / "main.log").read_text() and 2 <= step <= 4
     assert [f.name for f in sorted(tmp_path.glob("DONE_*"))] == [f"DONE_{n:08d}" for n in range(1, step)]
     weights = np.fromfile(tmp_path / f"model_{step - 1:08d}.bin", np.float32, offset=1024)
     assert np.isfinite(weights).all()
 
 
+@pytest.mark.parametrize("last, found", [("-v 1 -m 1", "validation loss is"), ("-v 0", "loss is now")], ids=["validated", "not validated"])
+def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoint(case, tmp_path, last, found):
+    """Its own loss was still one: validation comes before the checkpoint, and without it one more loss before the deletion."""
+    argv = [*inputs(case), "-b 4 -t 32 -s 0 -n 1 -nk 1", last, "-o", tmp_path]
+    assert run(*argv, "-x 2").code == 0
+    assert [f.name for f in tmp_path.glob("DONE_*")] == ["DONE_00000002"]
+    good = (tmp_path / "model_00000002.bin").read_bytes()
+    done = run(*argv, "-x 3 -y 1 -l 1e30")
+    assert done.code == 2 and re.match(rf"error: step 3: the {found} (-?nan|inf), which leaves no weight a number", done.err)
+    assert "DONE_00000002" in [f.name for f in tmp_path.glob("DONE_*")] and (tmp_path / "model_00000002.bin").read_bytes() == good
+    if "-v 0" in last:  # it was written, and is to be removed
+        assert f"remove DONE_00000003 from {tmp_path}" in done.err
+        done = run(*argv, "-x 4 -y 1")
+        assert done.code == 2 and f"remove DONE_00000003 from {tmp_path}" in done.err and "DONE_00000002" in str(list(tmp_path.iterdir()))
+        (tmp_path / "DONE_00000003").unlink()
+    assert "resuming at step 2" in ran(*argv, "-x 4 -y 1")
+    assert [f.name for f in tmp_path.glob("DONE_*")] == ["DONE_00000004"]
+
+
 @pytest.mark.parametrize("flag, what", [("-sl", "loss"), ("-sg", "grad")])
 def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(case, tmp_path, flag, what):
-    """Also while the window of outliers is not full yet."""
+    """Also while the window of outliers is not full yet. At the end it is said once more, as the weights are of no use."""
     weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
     weights[-1] = math.nan  # of lnfb: every logit is one
     path = tmp_path / "nan.bin"
     path.write_bytes((case / "model.bin").read_bytes()[:1024] + weights.tobytes())
     files = inputs(case)[:4]
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, "-o", tmp_path / "out", flag, "3")
-    assert done.code == 0 and done.out.count(f"skipping update due to {what} of nan\n") == 2
+    assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
+    assert done.err.startswith("error: step 2: the loss is now nan, which leaves no weight a number; lower -l, raise -u, or look at the data")
+    assert done.err.endswith(f"remove DONE_00000001 and DONE_00000002 from {tmp_path / 'out'} to resume from one before\n")
     assert (tmp_path / "out" / "model_00000002.bin").read_bytes() == path.read_bytes()
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2", QUIET)
     assert done.code == 2 and done.err.startswith("error: step 1: the loss is nan and the gradient's norm nan, which leaves no weight")
@@ -718,5 +749,5 @@ def test_a_signal_ends_a_hellaswag_evaluation_early(case, monkeypatch):
         return whole(self, inputs, targets)
 
     monkeypatch.setattr(GPT2, "token_losses", interrupted_once)
-    out = ran(*inputs(case), "-x 0 -b 4 -t 32 -h 1", QUIET, "--hellaswag-data", case / "eval.bin")
-    assert len(calls) == 1 and "HellaSwag:" not in out and "SIGINT: finishing" in out
+    done = run(*inputs(case), "-x 0 -b 4 -t 32 -h 1", QUIET, "--hellaswag-data", case / "eval.bin")
+    assert len(calls) == 1 and "HellaSwag:" not in done.out and "SIGINT: finishing" in done.out and done.code == 130

@@ -229,7 +229,7 @@ def test_a_checkpoint_without_an_extra_file_resumes(case, tmp_path):
     ran(*argv, "-o", straight)
     keep_only(straight, 3, other)
     (other / "extra_00000003_00000.json").unlink()
-    ran(*argv, "-o", other, "-y 1")
+    assert f"note: there is no {other / 'extra_00000003_00000.json'}, as in a checkpoint of llm.c" in ran(*argv, "-o", other, "-y 1")
     expected, found = files_of(straight, 6), files_of(other, 6)
     names = ("model_00000006.bin", "state_00000006_00000.bin")
     assert [found[name] for name in names] == [expected[name] for name in names]
@@ -390,8 +390,9 @@ def start(*argv) -> subprocess.Popen:
     """The program in a process of its own, which does not outlive a minute."""
     words = words_of(["--device cpu --threads 1", *argv])
     process = subprocess.Popen(
-        [sys.executable, "train_gpt2.py", *words], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "train_gpt2.py", *words], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whatever pytest was started with
+    )  # fmt: skip
     watchdog = threading.Timer(60, process.kill)
     watchdog.daemon = True
     watchdog.start()
@@ -488,8 +489,7 @@ def test_a_closed_terminal_leaves_a_checkpoint_and_ends_no_run_that_ignores_it(c
     def as_a_session():
         os.setsid()
         fcntl.ioctl(its, termios.TIOCSCTTY, 0)
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     words = words_of(["--device cpu --threads 1", *inputs(case), SIGNALLED, "-n 1000 -o", tmp_path])
     log = tmp_path / "log"  # as nohup has it
@@ -509,11 +509,14 @@ def test_a_closed_terminal_leaves_a_checkpoint_and_ends_no_run_that_ignores_it(c
     assert done == 60 if ignored else 4 <= done < 60
 
 
-def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path):
-    """Validation of a million batches, two hours: stopped within a batch, nothing is logged and nothing to save."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path, number):
+    """Validation of a million batches, two hours: stopped within a batch, nothing is logged. Before the first step nothing is to be saved,
+    which 0 would promise."""
     argv = [*inputs(case), "-b 4 -t 32 -x 3 -v 1 -m 1000000 -n 1 -s 0 -o", tmp_path]
-    code, out, err = interrupt(start(*argv), signal.SIGTERM, " -> estimated", 0.3)
-    assert (code, err) == (0, "") and "val loss" not in out and not losses(out)
+    code, out, err = interrupt(start(*argv), number, " -> estimated", 0.3)
+    assert (code, err) == (130, "interrupted before the first step; nothing was lost\n") and "val loss" not in out and not losses(out)
+    assert f"{number.name}: finishing this step" in out and steps_in(tmp_path) == []
     assert (tmp_path / "main.log").read_text() == (tmp_path / "speed.log").read_text() == ""
 
 

@@ -10,7 +10,8 @@ from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
-from llmc.files import HEADER_BYTES, Numbers
+from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, Numbers, fingerprint
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
@@ -82,7 +83,8 @@ def contents(folder, step, model, loader, extra, master_weights):
         print(f"Writing state to {path}", flush=True)
 
         def write(pieces):
-            write_extra(extra_path(folder, step, sharing.rank), extra)
+            model_file = {"model": fingerprint(model_path(folder, step))} if is_first(model) else {}  # it was written just before
+            write_extra(extra_path(folder, step, sharing.rank), extra | model_file)
             write_state(path, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
 
         yield write, tensors
@@ -126,8 +128,10 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
     """Take over weights, m, v, master and the generator of the checkpoint of `step`, which `saved` has open, whoever wrote it.
 
     Files hold fp32; what this run keeps in fewer bits is rounded to them, to nearest, and exact where they came from as few.
-    Without a saved master one starts from the weights. Raises UserError for damaged files.
+    Without a saved master one starts from the weights. Raises UserError for damaged files, and for a model file that is not the one
+    written with the state.
     """
+    check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))
     state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
     if master_weights and not state.use_master_weights and options.precision != "fp32":
         print(f"{path} holds no fp32 master weights: they start from the bf16 weights")
@@ -141,6 +145,15 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
         fill(model.flat[name], model.layout, partial(saved.read, name), model.sharing.moved)
     if state.use_master_weights and master_weights and options.precision != "fp32":
         model.load_master(partial(read_arena, model.layout, partial(saved.read, "master")))
+
+
+def check_model_file(path, written, source):
+    """Raise UserError where this is not the model file whose fingerprint was written in `source`; None, as of llm.c's, is any."""
+    if written is not None and fingerprint(path) != written:
+        raise UserError(
+            f"{path} is not the file that was written with the training state beside it ({source.name} says which); put that one back, "
+            "resume from another checkpoint, or start a new run from this model with -e"
+        )
 
 
 def state_pieces(model, name):

@@ -101,6 +101,7 @@ class TokenLoader:
         self.paths = find_shards(pattern, flag)
         self.shards = [(os.path.basename(path), self._checked_size(path)) for path in self.paths]
         self.num_tokens = sum(num_tokens for _, num_tokens in self.shards)
+        self.num_batches = sum(self._samples_in(num_tokens) for _, num_tokens in self.shards)  # of an epoch
         # llm.c seeds by rank, so each rank walks the shards in an order of its own
         self._rng = MersenneTwister(42 + rank) if shuffle else None
         self._shard_indices = np.arange(len(self.paths), dtype=np.int32)
@@ -174,7 +175,7 @@ class TokenLoader:
         if continued.state:
             self.restore(continued.state)
         else:
-            self._check_shuffle(continued.should_shuffle)
+            self.check_shuffle(continued.should_shuffle)
             if self._rng:
                 self._rng, self._shard_indices = MersenneTwister(continued.seed), np.arange(len(self.paths), dtype=np.int32)
             self.reset()
@@ -185,7 +186,7 @@ class TokenLoader:
     def restore(self, state: LoaderState) -> None:
         """Go to a saved place. Raises UserError, and stays where it was, if these shards or this batch do not have it."""
         shuffle = self._rng is not None
-        self._check_shuffle(state.should_shuffle)
+        self.check_shuffle(state.should_shuffle)
         if shuffle:
             self._match("shards", len(state.shard_indices), len(self.paths))
             check_permutations(state)
@@ -207,7 +208,8 @@ class TokenLoader:
         self._remainder = None
         self._read_ahead()
 
-    def _check_shuffle(self, saved: bool) -> None:
+    def check_shuffle(self, saved: bool) -> None:
+        """Raise UserError unless a checkpoint that read its data shuffled, or not, can be resumed here."""
         if saved != (self._rng is not None):
             was, now = ("shuffled", "in order") if saved else ("in order", "shuffled")
             raise UserError(

@@ -132,8 +132,10 @@ def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step, grad_n
     floats = [1 - lr * weight_decay * t.decay for t in tensors]
     floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
     seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
+    with np.errstate(over="ignore"):  # beyond fp32 it is infinite, as is then said of the loss
+        numbers = np.array(floats, np.float32)
     copy_in(scratch["update_layout"], layout)
-    copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), np.array(floats, np.float32).view(np.int32)]))
+    copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), numbers.view(np.int32)]))
     if not isinstance(grad_norm, torch.Tensor) or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
         scratch["grad_norm"].fill_(float(grad_norm))
     return layout, chunks
