@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 from llmc import __version__
 from llmc.backend import MATMUL_LIBRARY, Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
-from llmc.checkpoint.store import done_path, extra_path, prepare_folder
+from llmc.checkpoint.store import done_path, extra_path, prepare_folder, unmark
 from llmc.config import ModelConfig
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
@@ -302,7 +302,7 @@ def notes(s: Settings, run, tokenizer):
 
 
 def refuse_too_large(run):
-    """Raise NotEnoughMemory, or UserError where it is the host's, for a plan that will not fit: before anything is compiled or allocated."""
+    """Raise NotEnoughMemory, or UserError where it is the host's, for a plan that will not fit, before kernels are compiled for it."""
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(
@@ -441,8 +441,8 @@ def loop(run) -> OSError | None:
                 diagnose(run, step)
                 agree_to_stop(run)
                 clock.pause()
-        if stopping and step == 0 and not stop.lost_output:
-            raise KeyboardInterrupt  # nothing is trained that a checkpoint could keep
+        if stopping and step == 0 and not run.model.sharing.anybody(stop.lost_output is not None):
+            end_alike(run, KeyboardInterrupt("interrupted"), INTERRUPT_CODE)  # nothing is trained that a checkpoint could keep
         if last or stopping:
             break
         if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
@@ -548,9 +548,9 @@ def finish_step(run, clock, launched) -> None:
     run.record.phase("first step", step)
     if run.writer.step is not None and judged.checkpoints_written == run.writer.begun:
         end_checkpoint(run)
-    if isfinite(judged.loss):
+    if isfinite(judged.loss) and isfinite(judged.norm):
         prove(run, step)
-    if not launched.skipped and not (isfinite(judged.loss) and isfinite(judged.norm)):
+    elif not launched.skipped:
         refuse_numbers_lost(run, f"step {step + 1}: the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}")
 
 
@@ -571,16 +571,31 @@ def prove_last(run, step: int):
 
 
 def refuse_numbers_lost(run, found: str):
-    """Raise UserError: weights that give no number, or are none, must not become a checkpoint that replaces a good one."""
+    """End the run: weights that give no number, or are none, must not replace a good checkpoint, nor be what -y 1 finds."""
     s = run.settings
     kept = f"; checkpoints in {s.output_dir} are from before it" if s.output_dir else ""
-    if run.unproven:
-        names = " and ".join(done_path(s.output_dir, step).name for step in run.unproven)
-        kept = f"; it may be in the last checkpoint too: remove {names} from {s.output_dir} to resume from one before"
+    if written := [step for step in run.unproven if step != run.resume_step]:
+        kept = f"; {named_done(written)} removed again, so -y 1 resumes from a checkpoint before it"
+    elif run.unproven:
+        kept = f"; so it does from that checkpoint on: remove {named_done(run.unproven)} from {s.output_dir} to resume from one before"
+    if run.world.rank == 0:
+        for step in written:
+            unmark(s.output_dir, step)
+    run.writer.step = None  # one that is being written now will not be marked
     skip = "" if may_skip(s) else "skip such updates with -sg, "
-    raise UserError(
-        f"{found}, which leaves no weight a number; lower -l, raise -u, {skip}or look at the data and at the weights that it began with{kept}"
-    )
+    advice = f"lower -l, raise -u, {skip}or look at the data and at the weights that it began with"
+    end_alike(run, UserError(f"{found}, which leaves no weight a number; {advice}{kept}"), INPUT_CODE)
+
+
+def named_done(steps) -> str:
+    """The files that mark these checkpoints complete, for a sentence."""
+    names = [done_path("", step).name for step in steps]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def end_alike(run, error: BaseException, code: int):
+    """All ranks end here, for the same reason: rank 0 says it."""
+    raise error if run.world.rank == 0 else RankLost(str(error), code, said_elsewhere=True)
 
 
 class StepClock:
@@ -728,7 +743,7 @@ def skipped(run, judged) -> bool:
 def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
     """On -n's period, at the end, and when asked to stop; never where there is no -o, nor at the step just resumed from."""
     s = run.settings
-    if not s.output_dir or step == run.resume_step or step == 0 and not last:
+    if not s.output_dir or step == run.resume_step or step == 0 and (stopping or not last):
         return False
     periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
     return periodic or stopping
@@ -739,6 +754,9 @@ def checkpoint(run, step: int):
     from llmc.checkpoint.snapshot import begin_snapshot
 
     s = run.settings
+    if run.unproven:  # -sl or -sg have skipped all since, and -nk would keep this one beside all of them
+        print(f"no checkpoint at step {step}: since that of step {run.unproven[-1]} no loss and norm were numbers", flush=True)
+        return
     if run.writer.busy and not run.has_waited:
         run.has_waited = True
         print(f"note: the checkpoint of step {run.writer.step} is still being written; that of step {step} waits for it, as will others")
@@ -832,7 +850,7 @@ def resume(run):
 
 
 def adopt(run, extra: dict):
-    """Take over what the state file has no room for; a checkpoint that llm.c wrote has nothing of it. Raises UserError where it is damaged."""
+    """Take over what the state file has no room for, nothing of llm.c's. Raises UserError where it is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
     if not extra:
         print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")

@@ -102,7 +102,7 @@ GROUPS = {
         Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay",
              at_least=0),
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
-        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip the update when the loss is this many deviations up, or no number; 0 never skips",
+        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip updates whose loss is this many deviations up, or no number; 0 never skips",
              at_least=0),
         Flag(("-sg",), "skip-grad-z", float, 0.0, "Z", "the same for the gradient norm", at_least=0),
     ),
@@ -135,8 +135,8 @@ GROUPS = {
              "whose code runs what is not a matmul or a GPU's attention; auto takes Triton on a GPU, numba on a CPU, where installed",
              choices=("auto", "triton", "numba", "torch")),
         Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient|triton",
-             "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. triton is this project's, all in planned memory, which "
-             "no other is; cudnn does not repeat its bits",
+             "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. triton is this project's, all in planned memory, "
+             "which no other is; cudnn does not repeat its bits",
              choices=("auto", "flash", "cudnn", "efficient", "triton")),
         Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|numba|widened",
              "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. On a CPU all are torch's, native, or numba's, "
@@ -203,7 +203,7 @@ EXIT_CODES = {
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
-    INTERRUPT_CODE: "Ctrl-C before the first step, or a second one (SIGTERM: 143)",
+    INTERRUPT_CODE: "stopped before the first step, or by a second signal (SIGTERM: 143)",
 }
 
 EXAMPLES = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmc.backend import likely_matmul, resident_bytes
+from llmc.backend import resident_bytes
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.gpt2 import GPT2

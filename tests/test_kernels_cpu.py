@@ -466,8 +466,9 @@ def test_matmuls_of_whole_numbers_are_exact(rows, C, OC, dtype, factors, grad_dt
 @matmuls
 @kinds
 def test_matmuls_are_as_exact_as_torch_s(rows, C, OC, dtype, factors, grad_dtype):
-    """In norm, and in the largest error; but where no instruction multiplies pairs, which then no run does either. The two products of a
-    pair are added one after the other there, so a sum in registers has twice the terms: in fp32 one was off by 2.5 times what torch's is."""
+    """In norm, and in the largest error; but where no instruction multiplies pairs, which then no run does either. The two products of
+    a pair are added one after the other there, so a sum in registers has twice the terms: one in fp32 was off by 2.5 times what torch's is.
+    """
     largest = factors == FP32 or tiles.MULTIPLIES_PAIRS or tiles.MULTIPLIES_TILES
     chance = torch.Generator().manual_seed(1)
     given, found = products(rows, C, OC, dtype, grad_dtype, lambda *s: torch.randn(s, generator=chance), True, matmul_room(factors))

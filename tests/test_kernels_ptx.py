@@ -58,7 +58,8 @@ for (module, name, *_), launch in recorded_launches(int(sys.argv[1])).items():
     print(json.dumps([module, name, sorted(set(re.findall(r"^\\s+(?:@!?%\\w+ )?([a-z]\\w*(?:\\.\\w+)+)\\s", ptx, re.M)))]))
 """
 MODULES = {"adamw", "attention", "columns", "encoder", "fused_classifier", "gelu", "global_norm", "layernorm"}
-WITH_FMA = {"adamw", "gelu", "attention_forward", "attention_backward_queries", "attention_backward_keys"}  # which say so; the logarithm of the classifier brings some of another kind, with .ftz
+# which say so; the logarithm of the classifier brings some of another kind, with .ftz
+WITH_FMA = {"adamw", "gelu", "attention_forward", "attention_backward_queries", "attention_backward_keys"}
 TO_THE_BIT = {"adamw", "attention", "encoder", "gelu"}  # all that elementwise kernels compute
 
 

@@ -9,6 +9,7 @@ import math
 import re
 import signal
 import sys
+import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from conftest import REPO
 import train_gpt2
 from llmc.backend import Backend
 from llmc.checkpoint.model_file import write_model
+from llmc.checkpoint.writer import WriteBeside
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
 from llmc.errors import UserError
@@ -393,21 +395,24 @@ def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case
         ]
 
 
+@pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
 @pytest.mark.parametrize("device_waits", [True, False], ids=["one by one", "a step ahead"])
-def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoint(case, tmp_path, monkeypatch, device_waits):
-    """The first update is far too large. Also where the next step is launched before the loss is read."""
+def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoint(case, tmp_path, monkeypatch, device_waits, writing):
+    """The first update is far too large. Also where the next step is launched before the loss is read, and where the disk is slow."""
     monkeypatch.setattr(Backend, "asynchronous", property(lambda backend: not device_waits))
-    done = run(*inputs(case), "-b 4 -t 32 -l 1e30 -x 9 -n 1", QUIET, "-o", tmp_path)
+    if writing:
+        monkeypatch.setattr(WriteBeside, "_write", lambda *args, write=WriteBeside._write: (time.sleep(0.3), write(*args)))
+    done = run(*inputs(case), "-b 4 -t 32 -l 1e30 -x 9 -n 1", QUIET, writing, "-o", tmp_path)
     assert done.code == 2 and "Traceback" not in done.err
     found = re.fullmatch(
         r"error: step (\d+): the loss is \S+ and the gradient's norm \S+, which leaves no weight a number; lower -l, raise -u, "
-        rf"skip such updates with -sg, or look at .*; it may be in the last checkpoint too: remove DONE_0+(\d+) from "
-        rf"{re.escape(str(tmp_path))} to resume from one before\n", done.err,
+        rf"skip such updates with -sg, or look at .*; (DONE_0*(\d+) removed again, so -y 1 resumes from a checkpoint before it"
+        rf"|checkpoints in {re.escape(str(tmp_path))} are from before it)\n", done.err,
     )  # fmt: skip
     step = int(found[1])
-    assert int(found[2]) == step - 1
+    assert found[3] == (None if writing else str(step - 1))  # the other was not marked yet
     assert f"s:{step - 1} trl:" in (tmp_path / "main.log").read_text() and 2 <= step <= 4
-    assert [f.name for f in sorted(tmp_path.glob("DONE_*"))] == [f"DONE_{n:08d}" for n in range(1, step)]
+    assert [f.name for f in sorted(tmp_path.glob("DONE_*"))] == [f"DONE_{n:08d}" for n in range(1, step - 1)]
     weights = np.fromfile(tmp_path / f"model_{step - 1:08d}.bin", np.float32, offset=1024)
     assert np.isfinite(weights).all()
 
@@ -421,14 +426,15 @@ def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoin
     good = (tmp_path / "model_00000002.bin").read_bytes()
     done = run(*argv, "-x 3 -y 1 -l 1e30")
     assert done.code == 2 and re.match(rf"error: step 3: the {found} (-?nan|inf), which leaves no weight a number", done.err)
-    assert "DONE_00000002" in [f.name for f in tmp_path.glob("DONE_*")] and (tmp_path / "model_00000002.bin").read_bytes() == good
-    if "-v 0" in last:  # it was written, and is to be removed
-        assert f"remove DONE_00000003 from {tmp_path}" in done.err
+    assert [f.name for f in tmp_path.glob("DONE_*")] == ["DONE_00000002"] and (tmp_path / "model_00000002.bin").read_bytes() == good
+    if "-v 0" in last:
+        assert "DONE_00000003 removed again" in done.err and (tmp_path / "model_00000003.bin").exists()
+        (tmp_path / "DONE_00000003").touch()  # as a run that was killed before that loss leaves it
         done = run(*argv, "-x 4 -y 1")
-        assert done.code == 2 and f"remove DONE_00000003 from {tmp_path}" in done.err and "DONE_00000002" in str(list(tmp_path.iterdir()))
+        assert done.code == 2 and f"remove DONE_00000003 from {tmp_path} to resume from one before" in done.err
         (tmp_path / "DONE_00000003").unlink()
     assert "resuming at step 2" in ran(*argv, "-x 4 -y 1")
-    assert [f.name for f in tmp_path.glob("DONE_*")] == ["DONE_00000004"]
+    assert "DONE_00000004" in [f.name for f in tmp_path.glob("DONE_*")] and not (tmp_path / "DONE_00000002").exists()
 
 
 @pytest.mark.parametrize("flag, what", [("-sl", "loss"), ("-sg", "grad")])
@@ -441,9 +447,11 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     files = inputs(case)[:4]
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
-    assert done.err.startswith("error: step 2: the loss is now nan, which leaves no weight a number; lower -l, raise -u, or look at the data")
-    assert done.err.endswith(f"remove DONE_00000001 and DONE_00000002 from {tmp_path / 'out'} to resume from one before\n")
-    assert (tmp_path / "out" / "model_00000002.bin").read_bytes() == path.read_bytes()
+    assert done.err.startswith("error: step 2: the loss is now nan, which leaves no weight a number; lower -l, raise -u, or look at")
+    assert done.err.endswith("; DONE_00000001 removed again, so -y 1 resumes from a checkpoint before it\n")
+    assert "no checkpoint at step 2: since that of step 1 no loss and norm were numbers" in done.out
+    assert (tmp_path / "out" / "model_00000001.bin").read_bytes() == path.read_bytes()
+    assert not list((tmp_path / "out").glob("DONE_*"))
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2", QUIET)
     assert done.code == 2 and done.err.startswith("error: step 1: the loss is nan and the gradient's norm nan, which leaves no weight")
 

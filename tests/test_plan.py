@@ -307,8 +307,8 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("triton", "norm_partials", "losses"), ("triton", "update_parameter", "noise"), ("triton", "token_seed", "fch"),
     ("numba", "column_partials", "dfch"), ("numba", "token_groups", "dresidual"), ("numba", "update_numbers", "grad_norm"),
     ("torch", "attention_scores", "qkvr"), ("numba", "attention_packed", "datty"),
-    ("numba", "attention_bias", "dqkvr"), ("triton", "attention_delta", "datty"), ("numba", "matmul_sums", "datty"), ("numba", "matmul_packed", "fch"),
-    ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
+    ("numba", "attention_bias", "dqkvr"), ("triton", "attention_delta", "datty"), ("numba", "matmul_sums", "datty"),
+    ("numba", "matmul_packed", "fch"), ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):

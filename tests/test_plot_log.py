@@ -82,7 +82,8 @@ def test_not_a_number_stays_one():
 
 
 @pytest.mark.parametrize("line", (
-    "", "s:1", f"s:{'1' * 400} trl:1.0", "s:x trl:1.0", "s:1 trl:", "s:1 trl:1.0 lr:", "s:1 hello", "val loss", "val loss low", "step 1/2", "generating:", "---",
+    "", "s:1", f"s:{'1' * 400} trl:1.0", "s:x trl:1.0", "s:1 trl:", "s:1 trl:1.0 lr:", "s:1 hello", "val loss", "val loss low", "step 1/2",
+    "generating:", "---",
     "step    1/700 | loss 10.7 (+nanz)| norm 40.5 (+na", "| val_loss_every        | 20 |", "total average iteration time: 218.9 ms",
 ))  # fmt: skip
 def test_lines_in_another_form_are_skipped(line):

@@ -262,7 +262,8 @@ def test_a_gradient_that_is_added_to_is_read_and_written(profiled):
 
 
 @pytest.mark.parametrize("words, n_bytes", [
-    (["--master", "bits16"], 26), (["--optimizer-state", "bf16"], 20), (["--master", "none"], 22), (["-w", "0"], 22), (["--grad-dtype", "fp32"], 30),
+    (["--master", "bits16"], 26), (["--optimizer-state", "bf16"], 20), (["--master", "none"], 22), (["-w", "0"], 22),
+    (["--grad-dtype", "fp32"], 30),
 ])  # fmt: skip
 def test_the_update_moves_what_its_form_has(profiled, words, n_bytes):
     _, found = profiled("--precision", "bf16", *words)

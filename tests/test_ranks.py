@@ -1,5 +1,6 @@
 """Several ranks as their user sees them: the same files at every -z, stops, resumes by any number of ranks, refusals."""
 
+import errno
 import os
 import re
 import signal
@@ -201,6 +202,48 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end_nor_for_a_step(
     ran(n, tmp_path / "c", *argv, "-y 1 -o", stopped)
     names = [path.name for path in straight.iterdir() if "00000004" in path.name]
     assert len(names) > 3 and files(stopped, "main.log", *names) == files(straight, "main.log", *names)
+
+
+@pytest.mark.parametrize("flags", ["-z 3", "-z 1 --async-checkpoint 1 -v 1 -m 1"])
+def test_weights_that_are_no_numbers_end_all_ranks_and_one_says_it(case, tmp_path, flags):
+    """What counts was written before; the same command with a good rate goes on from there."""
+    argv = [*inputs(case), COMMON, "-b 2 -u 0 -n 1 -s 0 -v 0 -o", tmp_path / "log", flags]
+    ran(2, tmp_path / "a", *argv, "-x 2")
+    ended = start(2, tmp_path / "b", *argv, "-x 9 -y 1 -l 1e30").ended()
+    assert [rank.code for rank in ended] == [2, 2] and ended[1].err == ""
+    assert re.fullmatch(r"error: step \d+: the .*(nan|inf).*, which leaves no weight a number; .*\n", ended[0].err), ended[0].err
+    assert steps_in(tmp_path / "log") == [1, 2]
+    assert "resuming at step 2" in ran(2, tmp_path / "c", *argv, "-x 3 -y 1")
+
+
+@pytest.mark.parametrize("whom", [0, 1])
+def test_a_signal_before_the_first_step_ends_all_ranks_alike(case, tmp_path, whom):
+    ranks = start(2, tmp_path, *inputs(case), COMMON, "-b 2 -x 4 -n 1 -v 1 -m 1000000 -s 0 -o", tmp_path / "log")
+    ranks.await_line(" -> estimated")
+    time.sleep(0.5)
+    os.kill(ranks.processes[whom].pid, signal.SIGTERM)
+    ended = ranks.ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(130, "interrupted before the first step; nothing was lost\n"), (130, "")]
+    assert steps_in(tmp_path / "log") == []
+
+
+def losing_its_output():
+    """Rank 0 finds in its first validation that nobody reads it any more."""
+    real = train_gpt2.validate
+
+    def validate(run, step):
+        if run.world.rank == 0:
+            run.stop._lose_output(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        real(run, step)
+
+    train_gpt2.validate = validate
+
+
+def test_output_that_is_lost_before_the_first_step_is_rank_0_s_matter(case, tmp_path):
+    argv = [*inputs(case), COMMON, "-b 2 -x 4 -v 1 -m 1 -s 0"]
+    ended = start(2, tmp_path, *argv, prepare=losing_its_output).ended()
+    assert [rank.code for rank in ended] == [1, 0] and ended[1].err == ""
+    assert ended[0].err.startswith("error: printing failed: No space left on device; ")
 
 
 def test_a_run_goes_on_on_other_numbers_of_ranks_and_serves_its_epoch_once(case, tmp_path):

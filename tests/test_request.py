@@ -62,8 +62,8 @@ def test_a_cpu_s_matmuls_are_whose_are_fastest_on_its_processor(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("processor, multiplied", [
-    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (SAPPHIRE_RAPIDS, "bf16"), (REFUSED, "fp32"), (ZEN_1, "fp32"), (ZEN_3, "fp32"), (SKYLAKE, "fp32"),
-    (WITHOUT_TILES, "fp32"),
+    (ZEN_4, "bf16"), (COOPER_LAKE, "bf16"), (SAPPHIRE_RAPIDS, "bf16"), (REFUSED, "fp32"), (ZEN_1, "fp32"), (ZEN_3, "fp32"),
+    (SKYLAKE, "fp32"), (WITHOUT_TILES, "fp32"),
 ])  # fmt: skip
 def test_numba_s_kernels_multiply_pairs_of_bf16_where_that_is_faster_than_fp32(monkeypatch, tmp_path, processor, multiplied):
     """And the peak that MFU is relative to is that of what is multiplied."""
@@ -258,7 +258,8 @@ def test_the_plan_is_of_the_kernels_that_will_run(triton):
 
 @pytest.mark.parametrize("precision, flags, kind", [
     ("bf16", "", "flash"), ("fp32", "", "efficient"), ("bf16", "--attention cudnn", "cudnn"),
-    ("bf16", "--attention efficient", "efficient"), ("fp32", "--attention efficient", "efficient"), ("bf16", "--attention triton", "triton"),
+    ("bf16", "--attention efficient", "efficient"), ("fp32", "--attention efficient", "efficient"),
+    ("bf16", "--attention triton", "triton"),
 ])  # fmt: skip
 def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits(precision, flags, kind):
     o = options(flags, precision)
@@ -272,8 +273,8 @@ def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits
     ("fp32", "--attention triton", 64, "--attention triton has no fp32 form"),
     ("bf16", "", 36, "heads of size 36: flash attention takes multiples of 8 up to 256 in bf16; use --attention triton or efficient"),
     ("bf16", "", 264, "heads of size 264: flash attention takes multiples of 8 up to 256 in bf16; use --attention efficient"),
-    ("bf16", "--attention triton", 136, "heads of size 136: triton attention takes sizes up to 128 in bf16; use --attention flash or efficient"),
-    ("bf16", "--attention triton --kernels torch", 64, "--attention triton goes with --kernels triton, and this run has --kernels torch; leave"),
+    ("bf16", "--attention triton", 136, "heads of size 136: triton attention takes sizes up to 128 in bf16; use --attention flash"),
+    ("bf16", "--attention triton --kernels torch", 64, "--attention triton goes with --kernels triton, and this run has --kernels torch"),
     ("bf16", "--attention cudnn", 136, "heads of size 136: cudnn attention takes multiples of 8 up to 128 in bf16; use --attention flash"),
 ])  # fmt: skip
 def test_attention_that_does_not_take_the_model_is_refused_with_what_to_do(precision, flags, head_size, sentence):

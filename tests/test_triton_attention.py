@@ -27,7 +27,8 @@ from llmc.kernels.functions import triton_attention
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import ATTENTION_ROWS
 
-pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter is numpy, which tells of infinities
+# the interpreter is numpy, which tells of infinities
+pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 dtypes = pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cpu" else [BF16], ids=str)
 OF_THIS_KIND = dict(attention="triton", precision="bf16")
 

@@ -151,8 +151,8 @@ def check_model_file(path, written, source):
     """Raise UserError where this is not the model file whose fingerprint was written in `source`; None, as of llm.c's, is any."""
     if written is not None and fingerprint(path) != written:
         raise UserError(
-            f"{path} is not the file that was written with the training state beside it ({source.name} says which); put that one back, "
-            "resume from another checkpoint, or start a new run from this model with -e"
+            f"{path} is not the file that was written with the training state beside it, by what {source.name} says; put that one back, "
+            f"resume from another checkpoint, start a new run from this model with -e, or remove {source.name} if llm.c has written both"
         )
 
 

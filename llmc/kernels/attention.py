@@ -5,7 +5,7 @@ program has dq of a tile of queries, in the other dk and dv of a tile of keys, o
 from scores and the log-sum-exp that forward kept: seven products of tiles where five would do. But no two programs add to the same number,
 so bits repeat, and all memory is the plan's. Source: Dao 2023 (FlashAttention-2).
 
-Not measured on a card. Compiled for sm90 with heads of 64 channels these take 126, 158 and 209 registers, eight warps each, nothing spilled.
+Not measured on a card. Compiled for sm90 with heads of 64 channels these take 126, 158 and 209 registers of eight warps, nothing spilled.
 """
 
 from math import e, log2, sqrt
@@ -229,7 +229,8 @@ def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
     """lse is None where nobody asks for it."""
     C = atty.shape[-1]
     door.launch(
-        _attention_forward, (B * NH * cdiv(T - first, ATTENTION_ROWS),), atty, atty if lse is None else lse, q, k, v, T, first, NH, C, q_stride, stride,
+        _attention_forward, (B * NH * cdiv(T - first, ATTENTION_ROWS),),
+        atty, atty if lse is None else lse, q, k, v, T, first, NH, C, q_stride, stride,
         log2(e) / sqrt(C // NH), KEYS=KEYS[C // NH > 64], KEEPS=lse is not None, **_tiles(C // NH),
     )  # fmt: skip
 

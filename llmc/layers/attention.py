@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def library_attention(kind, pack_gradients) -> dict:
-    """Name -> function, of attention by a kernel of that kind, with the arguments of a CPU's; pack_gradients is the one below or a kernel."""
+    """Name -> function, of attention by a kernel of that kind, with a CPU's arguments; pack_gradients is the one below or a kernel."""
 
     def attention_forward(atty, lse, qkvr, NH, scratch):
         library_forward(atty, lse, qkvr, NH, kind)
