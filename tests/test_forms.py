@@ -278,30 +278,29 @@ def test_the_head_sums_in_fp32_only_where_bf16_would_lose_bits():
 
 
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
-@pytest.mark.parametrize("chunk", [0, 16], ids=["whole head", "chunks"])
+@pytest.mark.parametrize("level, chunk", [(0, 0), (5, 16)], ids=["-r 0, whole head", "-r 5, chunks"])
 @pytest.mark.parametrize("forms", [
     {"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "grad_dtype": "fp32"},
     {"precision": "bf16", "master": "bits16", "optimizer_state": "bf16"}, {"precision": "bf16", "matmul": "widened"},
 ])  # fmt: skip
-def test_a_step_allocates_no_rows_of_channels_beside_the_arenas(kernels, chunk, forms):
+def test_a_step_allocates_no_rows_of_channels_beside_the_arenas(kernels, level, chunk, forms):
     """Positions and masks of 8 bytes a token may be; the operator that allocates more is named. torch widens, for one, all of what is
     added to another type."""
     if kernels == "numba":
         pytest.importorskip("numba")
     config, B, T = ModelConfig(64, 500, 2, 2, 128, 512), 4, 64
-    for level in (0, 5):
-        model = GPT2(Plan(PlanOptions(config, B, T, recompute=level, kernels=kernels, head_chunk=chunk, **forms)))
-        model.init_random()
-        inputs, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, B, T))
+    model = GPT2(Plan(PlanOptions(config, B, T, recompute=level, kernels=kernels, head_chunk=chunk, **forms)))
+    model.init_random()
+    inputs, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, B, T))
 
-        def step():
-            for micro_step in range(2):
-                model.train(inputs, targets, grad_accum_steps=2, micro_step=micro_step)
-            model.update(1e-3, 0.1, 1, model.grad_norm())
-            model.token_losses(inputs, targets)
+    def step():
+        for micro_step in range(2):
+            model.train(inputs, targets, grad_accum_steps=2, micro_step=micro_step)
+        model.update(1e-3, 0.1, 1, model.grad_norm())
+        model.token_losses(inputs, targets)
 
-        n_bytes, name = largest_allocation(step)
-        assert n_bytes <= 8 * B * T, f"{name} at -r {level}"
+    n_bytes, name = largest_allocation(step)
+    assert n_bytes <= 8 * B * T, name
 
 
 # ----------------------------------------------------------------------------
