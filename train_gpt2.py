@@ -252,7 +252,7 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         model=model, record=record, writer=writer, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
         tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, resume_step=run.source.resume_step,
         loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(), has_waited=False,
-        last_batch=None, unproven=[], proven_step=-1,  # steps of checkpoints that must not replace others yet; and up to which one they may
+        last_batch=None, unproven=None, proven_step=-1,  # step of the checkpoint that must not replace another yet; up to which one may
     )  # fmt: skip
     if run.resume_step is not None:
         world.progress("resuming")
@@ -460,7 +460,7 @@ def loop(run) -> OSError | None:
             launched = finish_step(run, clock, launched)
     finish_step(run, clock, launched)
     complete_checkpoint(run)
-    if run.unproven:
+    if run.unproven is not None:
         prove_last(run, step)
     print(f"total average iteration time: {clock.average_ms:f} ms")
     run.record.end(step, clock.average_ms, run.total_batch_size)
@@ -574,23 +574,18 @@ def refuse_numbers_lost(run, found: str):
     """End the run: weights that give no number, or are none, must not replace a good checkpoint, nor be what -y 1 finds."""
     s = run.settings
     kept = f"; checkpoints in {s.output_dir} are from before it" if s.output_dir else ""
-    if written := [step for step in run.unproven if step != run.resume_step]:
-        kept = f"; {named_done(written)} removed again, so -y 1 resumes from a checkpoint before it"
-    elif run.unproven:
-        kept = f"; so it does from that checkpoint on: remove {named_done(run.unproven)} from {s.output_dir} to resume from one before"
-    if run.world.rank == 0:
-        for step in written:
-            unmark(s.output_dir, step)
+    if run.unproven is not None:
+        name = done_path(s.output_dir, run.unproven).name
+        if run.unproven == run.resume_step:
+            kept = f"; so it does from that checkpoint on: remove {name} from {s.output_dir} to resume from one before"
+        else:
+            kept = f"; {name} removed again, so -y 1 resumes from a checkpoint before it"
+            if run.world.rank == 0:
+                unmark(s.output_dir, run.unproven)
     run.writer.step = None  # one that is being written now will not be marked
     skip = "" if may_skip(s) else "skip such updates with -sg, "
     advice = f"lower -l, raise -u, {skip}or look at the data and at the weights that it began with"
     end_alike(run, UserError(f"{found}, which leaves no weight a number; {advice}{kept}"), INPUT_CODE)
-
-
-def named_done(steps) -> str:
-    """The files that mark these checkpoints complete, for a sentence."""
-    names = [done_path("", step).name for step in steps]
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def end_alike(run, error: BaseException, code: int):
@@ -754,13 +749,13 @@ def checkpoint(run, step: int):
     from llmc.checkpoint.snapshot import begin_snapshot
 
     s = run.settings
-    if run.unproven:  # -sl or -sg have skipped all since, and -nk would keep this one beside all of them
-        print(f"no checkpoint at step {step}: since that of step {run.unproven[-1]} no loss and norm were numbers", flush=True)
-        return
     if run.writer.busy and not run.has_waited:
         run.has_waited = True
         print(f"note: the checkpoint of step {run.writer.step} is still being written; that of step {step} waits for it, as will others")
     complete_checkpoint(run)
+    if run.unproven is not None:  # -sl or -sg have skipped all since, so these are its weights
+        print(f"no checkpoint at step {step}: since that of step {run.unproven} no loss and norm were numbers", flush=True)
+        return
     extra = {
         "loss_outliers": run.loss_outliers.state(),
         "norm_outliers": run.norm_outliers.state(),
@@ -790,7 +785,7 @@ def end_checkpoint(run):
     step = end_snapshot(run.writer, run.settings.output_dir, run.model)
     if run.settings.async_checkpoint:
         print(f"Wrote checkpoint at step {step}", flush=True)
-    run.unproven.append(step)
+    run.unproven = step
     delete_replaced(run)
     run.record.phase("checkpoint", step)
 
@@ -817,12 +812,12 @@ def checkpoint_kept(run):
 
 
 def delete_replaced(run):
-    """What -nk no longer keeps, as newer checkpoints are complete and their weights proven."""
+    """What -nk no longer keeps, once a newer checkpoint is complete and its weights are proven."""
     from llmc.checkpoint.snapshot import rotate
 
     s = run.settings
-    while run.unproven and run.unproven[0] <= run.proven_step:
-        step = run.unproven.pop(0)
+    if run.unproven is not None and run.unproven <= run.proven_step:
+        step, run.unproven = run.unproven, None
         if s.checkpoint_every > 0 and run.world.rank == 0:
             rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
@@ -843,7 +838,7 @@ def resume(run):
     loader.go_on(continued)
     print(*continued.notes, sep="\n", end="\n" * bool(continued.notes))
     adopt(run, extras[0])
-    run.unproven.append(run.resume_step)  # what it replaces may still be there
+    run.unproven = run.resume_step  # what it replaces may still be there
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")

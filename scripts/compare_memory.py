@@ -178,9 +178,9 @@ def read_run(folder: Path) -> Run:
         record = json.loads(path.read_text())
         plan, phases = record["plan"], {phase["phase"]: phase for phase in record["measured"]}
         # the names that are needed below, so that a record without them is refused here
-        options = plan["options"] | {name: plan["options"][name] for name in ("batch_size", "sequence_length", "precision", "recompute")}
-        columns = {name: int(plan["columns"][name]) for name in COLUMNS}
+        options = plan["options"] | {name: plan["options"][name] for name in ("batch_size", "sequence_length", "precision")}
         options["recompute"] = int(options["recompute"])
+        columns = {name: int(plan["columns"][name]) for name in COLUMNS}
         columns["scratch"] += sum(int(plan["columns"].get(name, 0)) for name in ("gathered", "checkpoint"))  # which few runs have
         run = Run(
             folder, Path(record["flags"]["model"]).name, record["device"], options, record["flags"]["total_batch_size"],

@@ -23,22 +23,22 @@ import numpy as np
 
 from llmc.errors import UserError, run_script
 from llmc.logger import LOG_NAME, SPEED_NAME
-from scripts.plotting import SPEED_LINE, check_picture, new_figure, read_lines, read_speed, save_picture, shown
+from scripts.plotting import SPEED_LINE, STEP, check_picture, new_figure, read_lines, read_speed, save_picture, shown
 
 N = r"[-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?)"
 # a group's name is the series it goes to; step, printed and resumed say where in it
 FORMS = (
-    re.compile(rf"s:(?P<step>\d{{1,18}}) trl:(?P<loss>{N})(?: lr:(?P<lr>{N}) norm:(?P<norm>{N}))?"),  # llm.c's older logs end after trl
-    re.compile(rf"s:(?P<step>\d{{1,18}}) tel:(?P<val>{N})"),
-    re.compile(rf"s:(?P<step>\d{{1,18}}) eval:(?P<accuracy>{N})"),
+    re.compile(rf"s:(?P<step>{STEP}) trl:(?P<loss>{N})(?: lr:(?P<lr>{N}) norm:(?P<norm>{N}))?"),  # llm.c's older logs end after trl
+    re.compile(rf"s:(?P<step>{STEP}) tel:(?P<val>{N})"),
+    re.compile(rf"s:(?P<step>{STEP}) eval:(?P<accuracy>{N})"),
     SPEED_LINE,
     re.compile(
-        rf"step +(?P<printed>\d{{1,18}})/\d+ \| (?:train )?loss +(?P<loss>{N})\b.*?\| norm +(?P<norm>{N})\b.*?\| lr (?P<lr>{N})\b"
+        rf"step +(?P<printed>{STEP})/\d+ \| (?:train )?loss +(?P<loss>{N})\b.*?\| norm +(?P<norm>{N})\b.*?\| lr (?P<lr>{N})\b"
         rf".*?\b(?P<speed>{N}) tok/s\)?"
     ),
     re.compile(rf"val loss (?P<val>{N})"),
     re.compile(rf"HellaSwag: \d+/\d+ = (?P<accuracy>{N})"),
-    re.compile(r"resuming at step (?P<resumed>\d{1,18}) .*"),
+    re.compile(rf"resuming at step (?P<resumed>{STEP}) .*"),
 )
 HIGHEST = 1e300  # that an axis, somewhat longer than its values, can show
 SERIES = ("loss", "val", "accuracy", "lr", "norm", "speed")

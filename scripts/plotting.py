@@ -8,7 +8,8 @@ from llmc.errors import UserError
 from llmc.files import write_atomically
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-SPEED_LINE = re.compile(r"s:(?P<step>\d{1,18}) ms:(?P<ms>\d+\.\d+) tok/s:(?P<speed>\d+\.\d+)")
+STEP = r"\d{1,18}"  # more digits would be no number that can be drawn
+SPEED_LINE = re.compile(rf"s:(?P<step>{STEP}) ms:(?P<ms>\d+\.\d+) tok/s:(?P<speed>\d+\.\d+)")
 DPI = 150
 
 

@@ -395,13 +395,18 @@ def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case
         ]
 
 
+def slow_down_writing(monkeypatch):
+    """A checkpoint that is written beside training takes more than a step."""
+    monkeypatch.setattr(WriteBeside, "_write", lambda *args, write=WriteBeside._write: (time.sleep(0.3), write(*args)))
+
+
 @pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
 @pytest.mark.parametrize("device_waits", [True, False], ids=["one by one", "a step ahead"])
 def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoint(case, tmp_path, monkeypatch, device_waits, writing):
     """The first update is far too large. Also where the next step is launched before the loss is read, and where the disk is slow."""
     monkeypatch.setattr(Backend, "asynchronous", property(lambda backend: not device_waits))
     if writing:
-        monkeypatch.setattr(WriteBeside, "_write", lambda *args, write=WriteBeside._write: (time.sleep(0.3), write(*args)))
+        slow_down_writing(monkeypatch)
     done = run(*inputs(case), "-b 4 -t 32 -l 1e30 -x 9 -n 1", QUIET, writing, "-o", tmp_path)
     assert done.code == 2 and "Traceback" not in done.err
     found = re.fullmatch(
@@ -437,15 +442,18 @@ def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoin
     assert "DONE_00000004" in [f.name for f in tmp_path.glob("DONE_*")] and not (tmp_path / "DONE_00000002").exists()
 
 
+@pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
 @pytest.mark.parametrize("flag, what", [("-sl", "loss"), ("-sg", "grad")])
-def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(case, tmp_path, flag, what):
+def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(case, tmp_path, monkeypatch, flag, what, writing):
     """Also while the window of outliers is not full yet. At the end it is said once more, as the weights are of no use."""
+    if writing:
+        slow_down_writing(monkeypatch)
     weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
     weights[-1] = math.nan  # of lnfb: every logit is one
     path = tmp_path / "nan.bin"
     path.write_bytes((case / "model.bin").read_bytes()[:1024] + weights.tobytes())
     files = inputs(case)[:4]
-    done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, "-o", tmp_path / "out", flag, "3")
+    done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, writing, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
     assert done.err.startswith("error: step 2: the loss is now nan, which leaves no weight a number; lower -l, raise -u, or look at")
     assert done.err.endswith("; DONE_00000001 removed again, so -y 1 resumes from a checkpoint before it\n")
