@@ -10,7 +10,7 @@ layers        llmc/layers/: encoder layernorm matmul gelu attention residual fus
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
 memory        llmc/memory/: tables, recompute ladder, plan, cost, traffic, choose, arenas, offload, report, record
 several ranks llmc/distributed/: place, rendezvous, watch
-host side     llmc/: data/, checkpoint/, schedulers, outlier, sampler, logger, mfu, gpu_info, interrupt
+host side     llmc/: preamble, data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, interrupt
 """
 
 import io
@@ -20,17 +20,15 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from glob import escape as glob_escape
-from glob import glob
 from itertools import count
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import MATMUL_LIBRARY, Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
-from llmc.checkpoint.store import done_path, extra_path, prepare_folder, unmark
-from llmc.config import ModelConfig
+from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
+from llmc.checkpoint.store import extra_path, prepare_folder
+from llmc.clock import StepClock
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
 )  # fmt: skip
@@ -40,17 +38,19 @@ from llmc.errors import (
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
+from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
 from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import compile_kernels
-from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line, table_row, table_rule
+from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.choose import in_mib
-from llmc.memory.plan import MIB, Plan, PlanOptions, head_chunk_rows
+from llmc.memory.plan import MIB, Plan
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
+from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
 from llmc.rand import XorShift
 from llmc.request import (
     check_agreement, check_attention, check_batch, check_gelu_fusion, check_graphs, check_inputs, check_lengths, check_precision,
@@ -138,102 +138,41 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     measured = peak_tflops is None
     if measured:
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
-    print_rows({
-        "device": backend.name[:50], "peak TFlops": f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}",
-        "precision": "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper(),
-    })  # fmt: skip
-    print_rows({
-        "weight init method": "intermediate checkpoint" if source.resume_step is not None else s.model,
-        "max_sequence_length T": config.max_seq_len, "vocab_size V": config.vocab_size, "padded_vocab_size Vp": config.padded_vocab_size,
-        "num_layers L": config.num_layers, "num_heads NH": config.num_heads, "channels C": config.channels,
-        "num_parameters": num_parameters(config),
-    })  # fmt: skip
-    notes = [*reasons, *chosen]
+    print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
+    print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
+    said = [*reasons, *chosen]
     if measured:
-        notes.append(
+        said.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
             f"{peak_tflops:.3f} TFLOP/s in {options.multiplied_in}"
         )
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     plan = Plan(replace(options, rank=world.rank))
-    notes.append(chosen_line(s, plan.options, graphs))
+    said.append(chosen_line(s, plan.options, graphs))
     return SimpleNamespace(
-        settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs,
+        settings=s, world=world, backend=backend, source=source, resume_step=source.resume_step, plan=plan, graphs=graphs,
         budget=budget, host_bytes=host_bytes, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size,
-        peak_tflops=peak_tflops, notes=notes,
+        flops_per_token=flops_per_token(num_parameters(config), config.num_layers, config.channels, s.sequence_length),
+        peak_tflops=peak_tflops, notes=said,
     )  # fmt: skip
 
 
-def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
-    """What was chosen among several ways to compute the same."""
-    ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
-    if o.device == "cpu":
-        ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "torch"}[o.matmul]
-        if o.multiplied_in != o.precision:
-            ways["matmul"] += " of factors widened to fp32"
-        ways["graphs"] = "on" if graphs else "off"
-    if o.device == "cuda":
-        ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
-    return ", ".join(f"{what}: {way}" for what, way in ways.items())
-
-
-def build(run: SimpleNamespace) -> SimpleNamespace:
-    """Add to an opened run its files and the model, printing llm.c's allocation lines on the way."""
+def build(run: SimpleNamespace):
+    """Add to an opened run its data, its files and the model, printing llm.c's allocation lines on the way."""
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
-    config = plan.options.config
-
-    # the host side first: a missing file should not cost the time to build a model
-    world.progress("opening the data")
-    from llmc.data.evals import EvalLoader
-    from llmc.data.shards import TokenLoader
-
-    ranks, rank = plan.options.ranks, world.rank // plan.options.tensor_parallel  # of those that read different data
-    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, num_processes=ranks, vocab_size=config.vocab_size)
-    train_data, train_flag = training_data(s)
-    train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
-    val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
-    eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
-    tokenizer = find_tokenizer(s, config)
-    max_steps = train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
-    if max_steps == 0 and s.max_steps == -1:
-        raise UserError(
-            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {run.total_batch_size}; "
-            "use a smaller -d or -b, or say -x"
-        )
-    val_batches = 0
-    if val_loader:
-        val_batches = val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
-    if world.num_processes > 1:
-        check_inputs({
-            "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": plan.options.processors,
-            "--matmul": plan.options.matmul,
-            "the model": fingerprint(run.source.file) if run.source.file else "random weights", train_flag: train_loader.summary(),
-            "validation with -j": val_loader and val_loader.summary(), "steps to train": max_steps,
-            "--hellaswag-data": eval_loader and f"{eval_loader.num_examples} examples",
-        }, world)  # fmt: skip
-    print_rows({"train_num_batches": max_steps, "val_num_batches": val_batches})
-    print_rows({"run hellaswag": "yes" if eval_loader else "no"})
-    print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
-    if s.tensor_parallel > 1:
-        print_rows({"tensor_parallel": s.tensor_parallel})
-    for line in (*run.notes, *notes(s, run, tokenizer)):
-        print(line)
-
+    open_data(run)  # first: a missing file should not cost the time to build a model
+    resumes = run.resume_step is not None
+    print(*run.notes, *notes(s, plan.options, run.grad_accum_steps, has_tokenizer=run.tokenizer is not None, resumes=resumes), sep="\n")
     refuse_too_large(run)
-    parameters = plan.arenas["parameters"]
-    print(f"num_parameters: {num_parameters(config)} => bytes: {parameters}")
-    print(f"allocated {parameters // MIB} MiB for model parameters")
-    print(
-        f"batch_size B={s.batch_size} * seq_len T={s.sequence_length} * num_processes={ranks} and total_batch_size={run.total_batch_size}"
-    )
-    print(f"=> setting grad_accum_steps={run.grad_accum_steps}")
+    print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
     if s.log_gpu_every > 0:
-        gpu_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
+        device_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
     folder = s.output_dir if world.rank == 0 else None
     if folder:
         prepare_folder(folder)
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
+
     world.progress("building the model")
     if plan.options.kernel_set == "numba":
         start = time.perf_counter()
@@ -241,64 +180,57 @@ def build(run: SimpleNamespace) -> SimpleNamespace:
         if (seconds := time.perf_counter() - start) > 2:
             print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
         world.moved()
-    record = MemoryRecord(folder, plan, s, backend)
-    model = build_model(run)
-    writer = checkpoint_writer(plan)
+    run.record = MemoryRecord(folder, plan, s, backend)
+    build_model(run)
     more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
     print(*usage_lines(plan, *backend.memory_bytes(), more_bytes), sep="\n", flush=True)
-    record.phase("build", 0)
-
-    run.__dict__.update(
-        model=model, record=record, writer=writer, train_loader=train_loader, val_loader=val_loader, eval_loader=eval_loader,
-        tokenizer=tokenizer, max_steps=max_steps, val_batches=val_batches, resume_step=run.source.resume_step,
-        loss_outliers=OutlierDetector(), norm_outliers=OutlierDetector(), has_waited=False,
-        last_batch=None, unproven=None, proven_step=-1,  # step of the checkpoint that must not replace another yet; up to which one may
-    )  # fmt: skip
-    if run.resume_step is not None:
+    run.record.phase("build", 0)
+    run.loss_outliers, run.norm_outliers, run.last_batch = OutlierDetector(), OutlierDetector(), None
+    if resumes:
         world.progress("resuming")
         resume(run)
-        record.phase("resume", run.resume_step)
+        run.record.phase("resume", run.resume_step)
     run.log, run.speed_log = (Logger(folder, run.resume_step, name) for name in (LOG_NAME, SPEED_NAME))
-    record.start()
-    return run
+    run.record.start()
 
 
-def notes(s: Settings, run, tokenizer):
-    """Lines about what a user may not expect of these flags."""
-    config = run.plan.options.config
-    if s.zero_stage > 0 and run.world.num_processes == 1:
-        yield f"with one process ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"
-    if padded := -config.num_heads % s.tensor_parallel:
-        yield (
-            f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "
-            "and are in no file"
+def open_data(run):
+    """Open shards, evaluations and tokenizer, and settle how many steps and validation batches they are."""
+    s, world, plan = run.settings, run.world, run.plan
+    world.progress("opening the data")
+    from llmc.data.evals import EvalLoader
+    from llmc.data.shards import TokenLoader
+    from llmc.data.tokenizer import find_tokenizer
+
+    o, vocab_size = plan.options, plan.options.config.vocab_size
+    rank = world.rank // o.tensor_parallel  # among those that read different data
+    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, num_processes=o.ranks, vocab_size=vocab_size)
+    train_data, train_flag = training_data(s)
+    run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
+    run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
+    run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
+    run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(s.train_data).parent) if s.sample_every > 0 else (), vocab_size)
+    run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
+    if run.max_steps == 0 and s.max_steps == -1:
+        raise UserError(
+            f"{train_flag} {train_data} has {run.train_loader.num_tokens} tokens, less than one step of {run.total_batch_size}; "
+            "use a smaller -d or -b, or say -x"
         )
-    if s.zero_stage < 2 and run.plan.options.reduces_always:
-        yield (
-            f"gradients are summed over processes after each of {run.grad_accum_steps} micro-steps, which gives the bits of -z 2 and 3; "
-            "--reduce-every-micro-step 0 does so once a step and sends less"
-        )
-    if s.attention == "cudnn":
-        yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
-    if s.gelu_fusion and s.recompute > 0:
-        yield f"note: with -ge {s.gelu_fusion} the GELU that -r {s.recompute} computes again is not the matmul's to the last bit"
-    if tokenizer is None and s.sample_every > 0:
-        yield (
-            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
-            "(python scripts/write_tokenizer.py makes one)"
-        )
-    if s.sequence_length < config.max_seq_len:
-        yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
-    if s.checkpoint_every > 0 and not s.output_dir:
-        yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
-    if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
-        yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
-    if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
-        yield (
-            f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
-        )
-    if s.resume and run.source.resume_step is None:
-        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
+    run.val_batches = 0
+    if run.val_loader:
+        run.val_batches = run.val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
+    if world.num_processes > 1:
+        check_inputs({
+            "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
+            "--matmul": o.matmul, "the model": fingerprint(run.source.file) if run.source.file else "random weights",
+            train_flag: run.train_loader.summary(), "validation with -j": run.val_loader and run.val_loader.summary(),
+            "steps to train": run.max_steps, "--hellaswag-data": run.eval_loader and f"{run.eval_loader.num_examples} examples",
+        }, world)  # fmt: skip
+    print_rows({"train_num_batches": run.max_steps, "val_num_batches": run.val_batches})
+    print_rows({"run hellaswag": "yes" if run.eval_loader else "no"})
+    print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
+    if s.tensor_parallel > 1:
+        print_rows({"tensor_parallel": s.tensor_parallel})
 
 
 def refuse_too_large(run):
@@ -307,7 +239,7 @@ def refuse_too_large(run):
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(
             f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
-            plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.source.resume_step is not None,
+            plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.resume_step is not None,
         )  # fmt: skip
     if plan.host_bytes > (host := run.host_bytes):
         o = plan.options
@@ -319,9 +251,10 @@ def refuse_too_large(run):
 
 
 def build_model(run):
-    """Allocate the plan and fill in the weights."""
+    """Allocate the plan, fill in the weights, and make room for checkpoints."""
     plan = run.plan
     print(*allocation_lines(plan), sep="\n", flush=True)
+    from llmc.checkpoint.keeper import Checkpoints
     from llmc.checkpoint.snapshot import load_weights
     from llmc.distributed.group import split_world
     from llmc.distributed.sharing import Sharing
@@ -333,19 +266,12 @@ def build_model(run):
     if plan.options.world > 1:
         same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
         sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world.moved)
-    model = GPT2(plan, run.backend.device, sharing, graphs_on(run.backend.kind) if run.graphs else None)
+    run.model = GPT2(plan, run.backend.device, sharing, graphs_on(run.backend.kind) if run.graphs else None)
     if run.source.file is None:
-        model.init_random()
-    elif run.source.resume_step is None:
-        load_weights(run.source.file, model)
-    return model
-
-
-def checkpoint_writer(plan: Plan):
-    """What writes checkpoints, with the memory that it needs to do so beside training."""
-    from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
-
-    return WriteBeside(plan) if plan.options.async_checkpoint else WriteAtOnce()
+        run.model.init_random()
+    elif run.resume_step is None:
+        load_weights(run.source.file, run.model)
+    run.checkpoints = Checkpoints(run.settings, run.model, run.record, run.resume_step)
 
 
 @contextmanager
@@ -361,50 +287,8 @@ def memory_explained(run):
             f"{run.backend.name} ran out of memory within a plan of {plan.total_bytes // MIB} MiB; "
             "something else takes memory there, so these are ways to need less",
             plan.options, min(run.budget.bytes, int(plan.total_bytes * LESS_AFTER_FAILURE)), run.grad_accum_steps,
-            batch_is_fixed=run.source.resume_step is not None,
+            batch_is_fixed=run.resume_step is not None,
         ) from error  # fmt: skip
-
-
-def find_tokenizer(s: Settings, config: ModelConfig):
-    """The tokenizer for samples: the file asked for, or gpt2_tokenizer.bin here or beside the training data; None for token ids."""
-    from llmc.data.tokenizer import Tokenizer
-
-    if s.tokenizer:
-        tokenizer = Tokenizer.read(s.tokenizer)
-        if tokenizer.vocab_size != config.vocab_size:
-            raise UserError(
-                f"--tokenizer {s.tokenizer} has {tokenizer.vocab_size} tokens and the model {config.vocab_size}; "
-                "give the one the data was made with"
-            )
-        return tokenizer
-    if s.sample_every > 0:
-        for path in (folder / "gpt2_tokenizer.bin" for folder in (Path("."), Path(s.train_data).parent)):
-            if path.exists() and (tokenizer := Tokenizer.read(path)).vocab_size == config.vocab_size:
-                return tokenizer
-    return None
-
-
-def print_settings(s: Settings, total_batch_size: int):
-    """llm.c's table of parameters, row by row."""
-    print(table_rule())
-    print_rows({"Parameter": "Value"})
-    print_rows({
-        "train data pattern": s.val_data if s.overfit_single_batch else s.train_data, "val data pattern": s.val_data,
-        "output log dir": s.output_dir or "NULL", "checkpoint_every": s.checkpoint_every, "resume": s.resume,
-        "micro batch size B": s.batch_size, "sequence length T": s.sequence_length, "total batch size": total_batch_size,
-        "LR scheduler": s.lr_scheduler, "learning rate (LR)": s.learning_rate, "warmup iterations": s.warmup_steps,
-        "final LR fraction": s.final_lr_fraction, "weight decay": s.weight_decay,
-        "skip update lossz": f"{s.skip_loss_z:f}", "skip update gradz": f"{s.skip_grad_z:f}", "max_steps": s.max_steps,
-        "val_loss_every": s.val_loss_every, "val_max_steps": s.val_max_steps, "sample_every": s.sample_every, "genT": s.sample_length,
-        "overfit_single_batch": s.overfit_single_batch,
-        "use_master_weights": "enabled" if s.master_weights and s.master != "none" else "disabled",
-        "gelu_fusion": s.gelu_fusion, "recompute": s.recompute,
-    })  # fmt: skip
-
-
-def print_rows(rows: dict):
-    """Rows of the table, then a rule."""
-    print(*(table_row(name, value) for name, value in rows.items()), table_rule(), sep="\n", flush=True)
 
 
 # ----------------------------------------------------------------------------
@@ -427,8 +311,10 @@ def loop(run) -> OSError | None:
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
-    stop, clock, launched = StopRequest(alone=run.world.num_processes == 1), StepClock(run), None
-    run.stop = stop
+    run.stop = stop = StopRequest(alone=run.world.num_processes == 1)
+    # with CUDA graphs the second step captures them; a CPU's recording takes some milliseconds of it
+    clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=2 if run.graphs and run.backend.asynchronous else 1)
+    launched = None
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
@@ -459,8 +345,8 @@ def loop(run) -> OSError | None:
         if not run.backend.asynchronous:
             launched = finish_step(run, clock, launched)
     finish_step(run, clock, launched)
-    complete_checkpoint(run)
-    if run.unproven is not None:
+    run.checkpoints.complete()
+    if run.checkpoints.unproven is not None:
         prove_last(run, step)
     print(f"total average iteration time: {clock.average_ms:f} ms")
     run.record.end(step, clock.average_ms, run.total_batch_size)
@@ -491,7 +377,7 @@ def on_period(period: int, step: int, last: bool) -> bool:
 
 def launch_step(run, clock, step: int) -> SimpleNamespace:
     """Give the device one training step; what finish_step needs."""
-    run.writer.check()
+    run.checkpoints.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
         loader.reset()
@@ -500,7 +386,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
         run.world.moved()
         run.last_batch = inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
-    model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.writer.written
+    model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.checkpoints.written
     grad_norm = model.grad_norm()
     launched.reading = run.backend.read_later(model.acts["loss_sum"], grad_norm, model.sharing.stops, model.sharing.written_by_all)
     launched.lr = learning_rate(
@@ -536,28 +422,21 @@ def finish_step(run, clock, launched) -> None:
     s, step = run.settings, launched.step
     judged = launched.judged or judge(run, launched)
     dt = clock.count(launched.started, launched.ended)
-    mfu = model_flops_utilization(clock.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
+    mfu = model_flops_utilization(run.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
     print(format_step_line(
         step, run.max_steps, loss=judged.loss, loss_z=judged.loss_z, norm=judged.norm, norm_z=judged.norm_z, lr=launched.lr,
         dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
     ), flush=True)  # fmt: skip
     if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
-        print(gpu_line(run.backend), flush=True)
+        print(device_line(run.backend), flush=True)
     run.log.train(step, judged.loss, launched.lr, judged.norm)
     run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
     run.record.phase("first step", step)
-    if run.writer.step is not None and judged.checkpoints_written == run.writer.begun:
-        end_checkpoint(run)
+    run.checkpoints.complete_if(judged.checkpoints_written)
     if isfinite(judged.loss) and isfinite(judged.norm):
-        prove(run, step)
+        run.checkpoints.prove(step)
     elif not launched.skipped:
         refuse_numbers_lost(run, f"step {step + 1}: the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}")
-
-
-def prove(run, step: int):
-    """A loss that the weights of `step` gave is a number: a checkpoint of them, or of earlier ones, may replace others."""
-    run.proven_step = step
-    delete_replaced(run)
 
 
 def prove_last(run, step: int):
@@ -567,80 +446,21 @@ def prove_last(run, step: int):
     loss = mean_over_ranks(run, [run.model.token_losses(*batch).mean()])
     if not isfinite(loss):
         refuse_numbers_lost(run, f"step {step}: the loss is now {loss:f}")
-    prove(run, step)
+    run.checkpoints.prove(step)
 
 
 def refuse_numbers_lost(run, found: str):
     """End the run: weights that give no number, or are none, must not replace a good checkpoint, nor be what -y 1 finds."""
-    s = run.settings
-    kept = f"; checkpoints in {s.output_dir} are from before it" if s.output_dir else ""
-    if run.unproven is not None:
-        name = done_path(s.output_dir, run.unproven).name
-        if run.unproven == run.resume_step:
-            kept = f"; so it does from that checkpoint on: remove {name} from {s.output_dir} to resume from one before"
-        else:
-            kept = f"; {name} removed again, so -y 1 resumes from a checkpoint before it"
-            if run.world.rank == 0:
-                unmark(s.output_dir, run.unproven)
-    run.writer.step = None  # one that is being written now will not be marked
-    skip = "" if may_skip(s) else "skip such updates with -sg, "
+    kept = run.checkpoints.disown()
+    skip = "" if may_skip(run.settings) else "skip such updates with -sg, "
     advice = f"lower -l, raise -u, {skip}or look at the data and at the weights that it began with"
-    end_alike(run, UserError(f"{found}, which leaves no weight a number; {advice}{kept}"), INPUT_CODE)
+    error = f"{found}, which leaves no weight a number; {advice}" + f"; {kept}" * bool(kept)
+    end_alike(run, UserError(error), INPUT_CODE)
 
 
 def end_alike(run, error: BaseException, code: int):
     """All ranks end here, for the same reason: rank 0 says it."""
     raise error if run.world.rank == 0 else RankLost(str(error), code, said_elsewhere=True)
-
-
-class StepClock:
-    """Times steps: the last one, a running mean of tokens/s that forgets by 5% a step, and the mean of all but the first.
-
-    With CUDA graphs it is all but the first two, as the second captures them.
-
-    On a GPU a step begins where the one before ended, unless something came between: what the host keeps it waiting for counts.
-    """
-
-    def __init__(self, run):
-        config = run.plan.options.config
-        self.backend, self.tokens = run.backend, run.total_batch_size
-        self.flops_per_token = flops_per_token(num_parameters(config), config.num_layers, config.channels, run.settings.sequence_length)
-        self.steps, self.total, self.ema, self.tokens_per_s = 0, 0.0, 0.0, 0.0
-        self.setting_up, self.last_end = 2 if run.graphs and run.backend.asynchronous else 1, None
-
-    def start(self):
-        """The mark a step starts from."""
-        return self.last_end or self.backend.mark()
-
-    def end(self):
-        """The mark it ends at."""
-        mark = self.backend.mark()
-        self.last_end = mark if self.backend.asynchronous else None
-        return mark
-
-    def pause(self):
-        """Something else than training took time."""
-        self.last_end = None
-
-    def count(self, started, ended) -> float:
-        """Seconds of a step that is over, which enters the means."""
-        dt = self.backend.seconds_between(started, ended)
-        self.tokens_per_s = self.tokens / dt
-        self.steps += 1
-        if self.counted > 0:
-            self.total += dt
-            self.ema = 0.95 * self.ema + 0.05 * self.tokens / dt
-            self.tokens_per_s = self.ema / (1 - 0.95**self.counted)
-        return dt
-
-    @property
-    def counted(self) -> int:
-        """Steps in the means: all but those that also set things up."""
-        return self.steps - self.setting_up
-
-    @property
-    def average_ms(self) -> float:
-        return self.total / max(1, self.counted) * 1e3
 
 
 def agree_to_stop(run):
@@ -671,7 +491,7 @@ def validate(run, step):
     run.record.phase("evaluation", step)
     if not isfinite(loss):
         refuse_numbers_lost(run, f"step {step}: the validation loss is {loss:f}")
-    prove(run, step)
+    run.checkpoints.prove(step)
 
 
 def mean_over_ranks(run, means) -> float:
@@ -736,58 +556,17 @@ def skipped(run, judged) -> bool:
 
 
 def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
-    """On -n's period, at the end, and when asked to stop; never where there is no -o, nor at the step just resumed from."""
-    s = run.settings
-    if not s.output_dir or step == run.resume_step or step == 0 and (stopping or not last):
-        return False
-    periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
-    return periodic or stopping
+    """On -n's period, at the end, and when asked to stop."""
+    return run.checkpoints.due(step, last, stopping)
 
 
 def checkpoint(run, step: int):
-    """Write everything a resumed run needs to go on as if it had never stopped: now, or beside the next steps."""
-    from llmc.checkpoint.snapshot import begin_snapshot
-
-    s = run.settings
-    if run.writer.busy and not run.has_waited:
-        run.has_waited = True
-        print(f"note: the checkpoint of step {run.writer.step} is still being written; that of step {step} waits for it, as will others")
-    complete_checkpoint(run)
-    if run.unproven is not None:  # -sl or -sg have skipped all since, so these are its weights
-        print(f"no checkpoint at step {step}: since that of step {run.unproven} no loss and norm were numbers", flush=True)
-        return
-    extra = {
-        "loss_outliers": run.loss_outliers.state(),
-        "norm_outliers": run.norm_outliers.state(),
-        "B": s.batch_size,
-        "T": s.sequence_length,
-        "data": run.train_loader.data_state(),
-    }
-    master_weights = run.plan.options.master != "none"
-    begin_snapshot(run.writer, s.output_dir, step, run.model, run.train_loader, extra, master_weights=master_weights)
-    if not s.async_checkpoint:
-        complete_checkpoint(run)
-
-
-def complete_checkpoint(run):
-    """Wait until all ranks have written the checkpoint that is on its way, if one is."""
-    from llmc.checkpoint.snapshot import await_all
-
-    if run.writer.step is not None:
-        await_all(run.writer, run.model.sharing)
-        end_checkpoint(run)
-
-
-def end_checkpoint(run):
-    """All ranks have written theirs: now it counts, and replaces what -nk no longer keeps, once a loss of its weights is a number."""
-    from llmc.checkpoint.snapshot import end_snapshot
-
-    step = end_snapshot(run.writer, run.settings.output_dir, run.model)
-    if run.settings.async_checkpoint:
-        print(f"Wrote checkpoint at step {step}", flush=True)
-    run.unproven = step
-    delete_replaced(run)
-    run.record.phase("checkpoint", step)
+    """Write everything a resumed run needs: now, or beside the next steps."""
+    s, loader = run.settings, run.train_loader
+    run.checkpoints.write(step, loader, {
+        "loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(),
+        "B": s.batch_size, "T": s.sequence_length, "data": loader.data_state(),
+    })  # fmt: skip
 
 
 @contextmanager
@@ -803,23 +582,10 @@ def checkpoint_kept(run):
         if run.world.num_processes == 1:
             with suppress(OSError):  # there may be nobody to print to
                 try:
-                    run.writer.wait()
-                    if run.writer.step is not None:
-                        end_checkpoint(run)
+                    run.checkpoints.complete_alone()
                 except UserError as error:
                     print(f"note: {error}")
         raise
-
-
-def delete_replaced(run):
-    """What -nk no longer keeps, once a newer checkpoint is complete and its weights are proven."""
-    from llmc.checkpoint.snapshot import rotate
-
-    s = run.settings
-    if run.unproven is not None and run.unproven <= run.proven_step:
-        step, run.unproven = run.unproven, None
-        if s.checkpoint_every > 0 and run.world.rank == 0:
-            rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
 
 def resume(run):
@@ -833,12 +599,14 @@ def resume(run):
     load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
     ranks = range(saved.num_processes)
     states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
-    loader.check_shuffle(states[0].should_shuffle)  # before its shards are compared, which -a 1 replaces
-    continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
-    loader.go_on(continued)
+    try:
+        loader.check_shuffle(states[0].should_shuffle)  # before its shards are compared, which -a 1 replaces
+        continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
+        loader.go_on(continued)
+    except UserError as error:
+        raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
     print(*continued.notes, sep="\n", end="\n" * bool(continued.notes))
     adopt(run, extras[0])
-    run.unproven = run.resume_step  # what it replaces may still be there
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
@@ -854,17 +622,6 @@ def adopt(run, extra: dict):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
-
-
-def gpu_line(backend) -> str:
-    """What -lg prints."""
-    from llmc.gpu_info import gpu_info_line
-
-    if backend.kind != "cuda":
-        raise UserError(f"-lg asks a GPU for its state, and this run is on {backend.name}; leave -lg out, or use --device cuda")
-    import torch
-
-    return gpu_info_line(f"GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
 
 
 if __name__ == "__main__":

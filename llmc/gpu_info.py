@@ -3,6 +3,15 @@
 from llmc.errors import UserError
 
 
+def device_line(backend) -> str:
+    """The line of a run's own device. Raises UserError if that is no GPU, or as gpu_info_line does."""
+    if backend.kind != "cuda":
+        raise UserError(f"-lg asks a GPU for its state, and this run is on {backend.name}; leave -lg out, or use --device cuda")
+    import torch
+
+    return gpu_info_line(f"GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
+
+
 def gpu_info_line(device: int | str) -> str:
     """Load, clocks, power and temperature of one GPU, as llm.c prints them, without a newline.
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import pytest
 import ranks_program
 import torch
-from case_a import CONFIG, write_case_a
+from case_a import CONFIG, NoLoader, write_case_a
 from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 from test_resume import (
@@ -35,9 +35,8 @@ from llmc.backend import Backend
 from llmc.cards import Budget
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot, save_snapshot
-from llmc.checkpoint.writer import WriteBeside
+from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
 from llmc.config import config_from_descriptor
-from llmc.data.shards import LoaderState
 from llmc.errors import UserError
 from llmc.files import write_atomically
 from llmc.gpt2 import GPT2
@@ -375,19 +374,11 @@ FORMS = [
 ]  # fmt: skip
 
 
-class NoLoader:
-    """A loader of nothing, which does not shuffle."""
-
-    def state(self):
-        none = torch.zeros(0, dtype=torch.int32).numpy()
-        return LoaderState(False, 0, 0, none, 0, none, b"")
-
-
 @pytest.mark.parametrize("flags, thread", [({}, "MainThread"), ({"async_checkpoint": True}, "checkpoint")])
 def test_what_may_take_long_says_with_every_piece_that_it_goes_on(tmp_path, monkeypatch, flags, thread):
     """Drawing weights, writing files in whichever thread, and reading them: else the watch would take it for a hang."""
     said, plan = [], Plan(replace(FORMS[0], **flags))
-    model, writer = GPT2(plan), train_gpt2.checkpoint_writer(plan)
+    model, writer = GPT2(plan), WriteBeside(plan) if flags else WriteAtOnce()
     monkeypatch.setattr("llmc.checkpoint.snapshot.PIECE_BYTES", 1 << 16)
     monkeypatch.setattr("llmc.checkpoint.writer.PIECE_BYTES", 1 << 16)
     model.sharing.moved = lambda: said.append(threading.current_thread().name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocations import largest_allocation
-from case_a import write_case_a
+from case_a import NoLoader, write_case_a
 from oracle import assert_as_good_as_eager, loss_and_gradients
 from test_gpt2 import DEEP, DTYPE, SMALL, activation_arena, batch, build, precisions, raw, state, train_step
 from test_gpt2 import one_thread  # noqa: F401  (autouse here too)
@@ -27,7 +27,6 @@ from llmc.checkpoint.snapshot import load_snapshot, save_snapshot
 from llmc.checkpoint.state_file import read_state
 from llmc.checkpoint.store import state_path
 from llmc.config import ModelConfig, config_from_descriptor
-from llmc.data.shards import LoaderState
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.layers.rounding import join_bits, low_bits, round_to_bf16
@@ -362,16 +361,6 @@ FORMS = [
     dict(master="fp32"), dict(master="bits16"), dict(master="none"), dict(master="fp32", optimizer_state="bf16"),
     dict(master="bits16", optimizer_state="bf16"), dict(master="bits16", grad_dtype="fp32"),
 ]  # fmt: skip
-
-
-class NoLoader:
-    """A loader without an order of its own."""
-
-    def state(self):
-        return LoaderState(False, 0, 0, np.zeros(0, np.int32), 0, np.zeros(0, np.int32), b"")
-
-    def restore(self, state):
-        pass
 
 
 def save(model, folder, step):

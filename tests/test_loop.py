@@ -728,18 +728,6 @@ def test_on_a_gpu_a_skipped_update_is_told_between_the_line_of_the_step_before_a
     assert said(out) == said(plain) and "skipping" in out
 
 
-def test_steps_that_set_things_up_are_left_out_of_the_mean():
-    """The first, and with CUDA graphs the second too, which captures; a CPU's recording takes some milliseconds of it."""
-    for graphs, asynchronous, mean in ((False, True, 2000.0), (True, True, 1000.0), (True, False, 2000.0)):
-        backend = SimpleNamespace(asynchronous=asynchronous, seconds_between=lambda a, b: b - a)
-        plan = SimpleNamespace(options=SimpleNamespace(config=CONFIG))
-        settings = SimpleNamespace(sequence_length=32)
-        clock = train_gpt2.StepClock(SimpleNamespace(backend=backend, plan=plan, settings=settings, total_batch_size=64, graphs=graphs))
-        for seconds in (9.0, 3.0, 1.0, 1.0, 1.0) if mean == 1000 else (9.0, 4.0, 1.0, 1.0):
-            clock.count(0.0, seconds)
-        assert clock.average_ms == mean and clock.tokens_per_s <= 64
-
-
 def test_tokens_per_second_and_mfu_follow_from_the_time(case):
     """First step: tok/s = tokens / ms; MFU = flops per token * tok/s / peak, which is faked to 1 TFLOP/s."""
     out = ran(*inputs(case), "-b 4 -t 32 -x 1", QUIET)

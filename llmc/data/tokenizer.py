@@ -94,6 +94,24 @@ def _split_table(body: bytes, size: int, path) -> list[bytes]:
     return table
 
 
+def find_tokenizer(path, folders, vocab_size: int) -> Tokenizer | None:
+    """The one that decodes samples: the file asked for, or gpt2_tokenizer.bin in one of the folders if that many tokens are in it.
+
+    Raises UserError where the file asked for has another number of them, or any that it reads is damaged.
+    """
+    if path:
+        tokenizer = Tokenizer.read(path)
+        if tokenizer.vocab_size != vocab_size:
+            raise UserError(
+                f"--tokenizer {path} has {tokenizer.vocab_size} tokens and the model {vocab_size}; give the one the data was made with"
+            )
+        return tokenizer
+    for found in (Path(folder) / "gpt2_tokenizer.bin" for folder in folders):
+        if found.exists() and (tokenizer := Tokenizer.read(found)).vocab_size == vocab_size:
+            return tokenizer
+    return None
+
+
 class GPT2Encoder:
     """GPT-2's byte-pair encoding. Raises UserError if tiktoken or its files cannot be had."""
 

@@ -1,0 +1,111 @@
+"""What a run says of itself before its first step: llm.c's table, what was chosen, and what these flags may bring that nobody expects."""
+
+import os
+from glob import escape as glob_escape
+from glob import glob
+
+from llmc.backend import MATMUL_LIBRARY
+from llmc.config import ModelConfig
+from llmc.flags import Settings
+from llmc.logger import table_row, table_rule
+from llmc.memory.plan import MIB, Plan, PlanOptions, head_chunk_rows
+from llmc.memory.tables import num_parameters
+
+
+def print_rows(rows: dict):
+    """Rows of the table, then a rule."""
+    print(*(table_row(name, value) for name, value in rows.items()), table_rule(), sep="\n", flush=True)
+
+
+def print_settings(s: Settings, total_batch_size: int):
+    """llm.c's table of parameters, row by row."""
+    print(table_rule())
+    print_rows({"Parameter": "Value"})
+    print_rows({
+        "train data pattern": s.val_data if s.overfit_single_batch else s.train_data, "val data pattern": s.val_data,
+        "output log dir": s.output_dir or "NULL", "checkpoint_every": s.checkpoint_every, "resume": s.resume,
+        "micro batch size B": s.batch_size, "sequence length T": s.sequence_length, "total batch size": total_batch_size,
+        "LR scheduler": s.lr_scheduler, "learning rate (LR)": s.learning_rate, "warmup iterations": s.warmup_steps,
+        "final LR fraction": s.final_lr_fraction, "weight decay": s.weight_decay,
+        "skip update lossz": f"{s.skip_loss_z:f}", "skip update gradz": f"{s.skip_grad_z:f}", "max_steps": s.max_steps,
+        "val_loss_every": s.val_loss_every, "val_max_steps": s.val_max_steps, "sample_every": s.sample_every, "genT": s.sample_length,
+        "overfit_single_batch": s.overfit_single_batch,
+        "use_master_weights": "enabled" if s.master_weights and s.master != "none" else "disabled",
+        "gelu_fusion": s.gelu_fusion, "recompute": s.recompute,
+    })  # fmt: skip
+
+
+def print_device(name: str, peak_tflops: float, precision: str):
+    """The device's part of the table."""
+    peak = f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}"
+    print_rows({"device": name[:50], "peak TFlops": peak, "precision": precision})
+
+
+def print_model(config: ModelConfig, source: str):
+    """The model's part. source: where its weights are from."""
+    print_rows({
+        "weight init method": source,
+        "max_sequence_length T": config.max_seq_len, "vocab_size V": config.vocab_size, "padded_vocab_size Vp": config.padded_vocab_size,
+        "num_layers L": config.num_layers, "num_heads NH": config.num_heads, "channels C": config.channels,
+        "num_parameters": num_parameters(config),
+    })  # fmt: skip
+
+
+def print_sizes(plan: Plan, total_batch_size: int, grad_accum_steps: int):
+    """llm.c's lines of the parameters and of what a step consists of."""
+    o, parameters = plan.options, plan.arenas["parameters"]
+    print(f"num_parameters: {num_parameters(o.config)} => bytes: {parameters}")
+    print(f"allocated {parameters // MIB} MiB for model parameters")
+    print(f"batch_size B={o.B} * seq_len T={o.T} * num_processes={o.ranks} and total_batch_size={total_batch_size}")
+    print(f"=> setting grad_accum_steps={grad_accum_steps}")
+
+
+def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
+    """What was chosen among several ways to compute the same."""
+    ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
+    if o.device == "cpu":
+        ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "torch"}[o.matmul]
+        if o.multiplied_in != o.precision:
+            ways["matmul"] += " of factors widened to fp32"
+        ways["graphs"] = "on" if graphs else "off"
+    if o.device == "cuda":
+        ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
+    return ", ".join(f"{what}: {way}" for what, way in ways.items())
+
+
+def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: bool, resumes: bool):
+    """Lines about what a user may not expect of these flags."""
+    config = o.config
+    if s.zero_stage > 0 and o.world == 1:
+        yield f"with one process ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"
+    if padded := -config.num_heads % s.tensor_parallel:
+        yield (
+            f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "
+            "and are in no file"
+        )
+    if s.zero_stage < 2 and o.reduces_always:
+        yield (
+            f"gradients are summed over processes after each of {grad_accum_steps} micro-steps, which gives the bits of -z 2 and 3; "
+            "--reduce-every-micro-step 0 does so once a step and sends less"
+        )
+    if s.attention == "cudnn":
+        yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
+    if s.gelu_fusion and s.recompute > 0:
+        yield f"note: with -ge {s.gelu_fusion} the GELU that -r {s.recompute} computes again is not the matmul's to the last bit"
+    if not has_tokenizer and s.sample_every > 0:
+        yield (
+            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
+            "(python scripts/write_tokenizer.py makes one)"
+        )
+    if s.sequence_length < config.max_seq_len:
+        yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
+    if s.checkpoint_every > 0 and not s.output_dir:
+        yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
+    if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
+        yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
+    if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
+        yield (
+            f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
+        )
+    if s.resume and not resumes:
+        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"

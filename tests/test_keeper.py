@@ -1,0 +1,165 @@
+"""The checkpoints of a run: on their way, counting, proven; what -nk deletes and when, and what is taken back.
+
+Whole runs whose weights become no numbers are test_loop's and test_ranks'.
+"""
+
+from dataclasses import replace
+
+import pytest
+from case_a import CONFIG, NoLoader
+
+from llmc.checkpoint import keeper
+from llmc.checkpoint.keeper import Checkpoints
+from llmc.checkpoint.store import find_last_step, step_to_delete
+from llmc.flags import parse
+from llmc.gpt2 import GPT2
+from llmc.memory.plan import Plan, PlanOptions
+
+
+class Record:
+    """Stands in for memory.json."""
+
+    def __init__(self):
+        self.phases = []
+
+    def phase(self, name, step):
+        self.phases.append((name, step))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A model by whether its checkpoints are written beside training."""
+    plans = {beside: Plan(PlanOptions(CONFIG, 1, 8, precision="fp32", async_checkpoint=beside)) for beside in (False, True)}
+    return {beside: GPT2(plan) for beside, plan in plans.items()}
+
+
+@pytest.fixture
+def keep(models, tmp_path):
+    """Checkpoints in tmp_path, of the flags given."""
+
+    def made(flags="-n 2 -nk 1", resume_step=None):
+        s = replace(parse(flags.split()), output_dir=str(tmp_path))
+        return Checkpoints(s, models[bool(s.async_checkpoint)], Record(), resume_step)
+
+    return made
+
+
+def steps(folder) -> list[int]:
+    return sorted(int(path.name[-8:]) for path in folder.glob("DONE_*"))
+
+
+def write(checkpoints, step):
+    checkpoints.write(step, NoLoader(), {})
+
+
+def test_one_is_due_on_its_period_at_the_end_and_when_asked_to_stop(keep):
+    checkpoints = keep("-n 4", resume_step=8)
+    assert [step for step in range(13) if checkpoints.due(step, False, False)] == [4, 12]  # 8 is there already, 0 is nothing
+    assert checkpoints.due(11, True, False) and checkpoints.due(11, False, True) and checkpoints.due(0, True, False)
+    assert not checkpoints.due(8, True, True) and not checkpoints.due(0, False, True)
+    never = keep("-n 0")
+    assert not never.due(4, True, False) and never.due(4, False, True)
+
+
+def test_without_a_folder_none_is_ever_due(models):
+    checkpoints = Checkpoints(parse(["-n", "1"]), models[False], Record(), None)
+    assert not any(checkpoints.due(step, last, stopping) for step in (0, 1) for last in (False, True) for stopping in (False, True))
+    assert checkpoints.disown() == ""
+
+
+def test_one_replaces_another_only_once_proven_and_by_weights_as_late_as_its_own(keep, tmp_path):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    write(checkpoints, 4)
+    assert steps(tmp_path) == [2, 4] and checkpoints.unproven == 4 and find_last_step(tmp_path) == 4
+    checkpoints.prove(3)
+    assert steps(tmp_path) == [2, 4] and checkpoints.unproven == 4
+    checkpoints.prove(4)
+    assert steps(tmp_path) == [4] and checkpoints.unproven is None
+    assert not list(tmp_path.glob("*_00000002*"))
+
+
+def test_one_whose_weights_are_proven_before_it_is_written_replaces_at_once(keep, tmp_path):
+    """As after a validation, which comes before the checkpoint of a step."""
+    checkpoints = keep()
+    for step in (2, 4):
+        checkpoints.prove(step)
+        write(checkpoints, step)
+    assert steps(tmp_path) == [4] and checkpoints.unproven is None
+
+
+def test_while_one_is_unproven_no_other_is_written(keep, tmp_path, capsys):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    write(checkpoints, 4)
+    assert steps(tmp_path) == [2] and "no checkpoint at step 4: since that of step 2 no loss" in capsys.readouterr().out
+    checkpoints.prove(4)
+    write(checkpoints, 6)
+    assert steps(tmp_path) == [2, 6] and step_to_delete(6, 2, 1, 0) == 4
+
+
+def test_what_was_resumed_from_still_has_to_replace_its_older_one_once_proven(keep, tmp_path):
+    first = keep()
+    write(first, 2)
+    first.prove(2)
+    write(first, 4)  # and killed here
+    again = keep(resume_step=4)
+    assert again.unproven == 4
+    again.prove(4)
+    assert steps(tmp_path) == [4]
+
+
+def test_disowning_takes_back_what_is_unproven_and_keeps_its_files(keep, tmp_path):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    write(checkpoints, 4)
+    assert checkpoints.disown() == "DONE_00000004 removed again, so -y 1 resumes from a checkpoint before it"
+    assert find_last_step(tmp_path) == 2 and (tmp_path / "model_00000004.bin").exists()
+
+
+def test_disowning_says_where_the_proven_ones_are_and_touches_none(keep, tmp_path):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    assert checkpoints.disown() == f"checkpoints in {tmp_path} are from before it" and steps(tmp_path) == [2]
+
+
+def test_disowning_leaves_what_was_resumed_from_to_the_user(keep, tmp_path):
+    write(keep(), 2)
+    assert "remove DONE_00000002 from" in keep(resume_step=2).disown() and steps(tmp_path) == [2]
+
+
+def test_one_written_beside_counts_once_all_ranks_have_written_and_not_before(keep, tmp_path, capsys):
+    checkpoints = keep("-n 2 --async-checkpoint 1")
+    write(checkpoints, 2)
+    checkpoints.complete_if(0)
+    assert steps(tmp_path) == [] and checkpoints.unproven is None
+    checkpoints._writer.wait()
+    assert checkpoints.written == 1
+    checkpoints.complete_if(checkpoints.written)
+    assert steps(tmp_path) == [2] and checkpoints.unproven == 2 and "Wrote checkpoint at step 2" in capsys.readouterr().out
+    assert checkpoints._record.phases == [("checkpoint", 2)]
+    checkpoints.complete_if(checkpoints.written)  # not twice
+    assert checkpoints._record.phases == [("checkpoint", 2)]
+
+
+def test_one_written_beside_is_disowned_before_it_counts(keep, tmp_path):
+    checkpoints = keep("-n 2 --async-checkpoint 1")
+    write(checkpoints, 2)
+    assert checkpoints.disown() == f"checkpoints in {tmp_path} are from before it"
+    checkpoints.complete()
+    checkpoints.complete_alone()
+    assert steps(tmp_path) == [] and (tmp_path / "model_00000002.bin").exists()
+
+
+def test_the_next_waits_for_one_that_is_still_being_written_and_says_so_once(keep, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(keeper.WriteBeside, "busy", True)
+    checkpoints = keep("-n 2 --async-checkpoint 1")
+    for step in (2, 4, 6):
+        write(checkpoints, step)
+        checkpoints.prove(step)
+    checkpoints.complete()
+    assert steps(tmp_path) == [2, 4, 6]
+    assert capsys.readouterr().out.count("is still being written") == 1
