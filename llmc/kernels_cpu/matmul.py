@@ -25,7 +25,14 @@ from llmc.memory.plan import MATMUL_DEPTH as DEPTH
 from llmc.memory.plan import MATMUL_PANEL as PANEL
 from llmc.memory.plan import even_part, whole
 
-IN_PLACE, BY_TILES, BY_PARTS = range(3)
+IN_PLACE, BY_TILES, BY_PARTS = range(3)  # how the left matrix is read
+# out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is factors of K numbers and of what fills up whole tiles: all that
+# is called depth or k counts factors
+Product = namedtuple("Product", ("out", "bias", "adds", "biased", "streams", "M", "N", "K", "all_k"))
+# numbers[i * row + k * step], and where they are read as factors: in place, or packed
+Left = namedtuple("Left", ("where", "numbers", "row", "step", "factors", "factors_row"))
+# numbers[j * row + k * step]
+Right = namedtuple("Right", ("numbers", "row", "step"))
 # part_rows, part_depth  of the left factor, packed at once if it is packed by parts
 # rows, columns          of the product: one task of a worker
 # depth, near            of a panel of the right factor, and how much of that is multiplied at a time
@@ -60,32 +67,56 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
             write_row(out, o, sums, s, columns, F1, streams)
 
 
-@jit
-def _multiply(
-    out, bias, adds, biased, streams, a, a_factors, a_row, a_step, where, b, b_row, b_step, M, N, K, all_k, packed, panels, sums, sizes
-):
-    """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias), of a[i * a_row + k * a_step] and b[j * b_row + k * b_step].
+@shared
+def _multiply_rows(p, left, sizes, panel, total, sums_at, sums_step, row, packed_row, rows, column, columns, k, packed_k, depth):
+    """Of a task's rows, each tile by the panel: `depth` factors from k on, added up in `total`, and written after the last of them.
 
-    all_k         factors of K numbers and of what fills up whole tiles; in factors are all that is called depth or k
-    where         a's factors are read from: IN_PLACE, or packed BY_TILES or BY_PARTS
+    sums_at, sums_step     where in total, and how far apart the rows are; they all have the same place if nothing is added to them later
+    packed_row, packed_k   what row and k are in left.factors
+    """
+    n, ROWS, COLUMNS = values_of(panel), tile_rows(panel), tile_columns(panel)
+    last, numbers = k + depth == p.all_k, min(p.K - k * n, depth * n)
+    for i in range(0, rows, ROWS):
+        at, height, s = (row + i) * p.N + column, min(ROWS, rows - i), sums_at + i * sums_step
+        tile, first, step = left.factors, (packed_row + i) * left.factors_row + packed_k, left.factors_row
+        if left.where == BY_TILES or (left.where == IN_PLACE and height < ROWS):
+            tile, first, step = panel, sizes.depth * sizes.columns, sizes.depth
+            pack_left(panel, first, step, ROWS, depth, left.numbers, (row + i) * left.row + k * n, left.row, left.step, height, numbers)
+        for near_k in range(0, depth, sizes.near):
+            deep, b_at = min(sizes.near, depth - near_k), near_k * COLUMNS
+            for j in range(0, columns, COLUMNS):
+                if last and not by_amx(panel):  # its place is fetched while it is added up
+                    for r in range(height):
+                        fetch_to_write(p.out, at + r * p.N + j, COLUMNS)
+                multiply_tile(
+                    total, s + j, sizes.columns, tile, first + near_k, step, panel, j * sizes.depth + b_at, COLUMNS, deep, k + near_k
+                )
+        if last:
+            _finish(p.out, at, p.N, p.bias, column, total, s, sizes.columns, height, columns, p.adds, p.biased, p.streams)
+
+
+@jit
+def _multiply(p, left, right, packed, panels, sums, sizes):
+    """p.out = (p.adds: p.out +) left @ right (p.biased: + bias).
+
+    packed        room for left's factors, where all threads pack them
     panels, sums  of each worker; a tile's rows of the left factor lie behind a panel
     """
-    n, ROWS, COLUMNS = values_of(packed), tile_rows(packed), tile_columns(packed)
-    workers, n_panels, at_once = len(panels), cdiv(N, sizes.columns), all_k <= sizes.depth
-    kept = sizes.rows * sizes.columns if sizes.part_depth < all_k else 0  # sums of a task, until the last part has been added
-    left, left_row = (packed, sizes.part_depth) if where == BY_PARTS else (a_factors, a_row // n)
-    for part in range(0, M, sizes.part_rows):
-        end = min(M, part + sizes.part_rows)
+    n, COLUMNS = values_of(packed), tile_columns(packed)
+    workers, n_panels, at_once = len(panels), cdiv(p.N, sizes.columns), p.all_k <= sizes.depth
+    kept = sizes.rows * sizes.columns if sizes.part_depth < p.all_k else 0  # sums of a task, until the last part has been added
+    for part in range(0, p.M, sizes.part_rows):
+        end = min(p.M, part + sizes.part_rows)
         pieces = cdiv(end - part, sizes.rows)
-        for part_k in range(0, all_k, sizes.part_depth):
-            part_end, first_a = min(all_k, part_k + sizes.part_depth), part_k * n * a_step
-            if where == BY_PARTS:
+        for part_k in range(0, p.all_k, sizes.part_depth):
+            part_end = min(p.all_k, part_k + sizes.part_depth)
+            if left.where == BY_PARTS:
                 for block in prange(cdiv(end - part, BLOCK)):
                     row, part_depth = part + np.int64(block) * BLOCK, part_end - part_k
-                    height, numbers = min(BLOCK, end - row), min(K - part_k * n, part_depth * n)
+                    height, numbers = min(BLOCK, end - row), min(p.K - part_k * n, part_depth * n)
                     pack_left(
-                        packed, (row - part) * left_row, left_row, BLOCK, part_depth,
-                        a, first_a + row * a_row, a_row, a_step, height, numbers,
+                        packed, (row - part) * left.factors_row, left.factors_row, BLOCK, part_depth,
+                        left.numbers, part_k * n * left.step + row * left.row, left.row, left.step, height, numbers,
                     )  # fmt: skip
             for worker in prange(workers):
                 w = np.int64(worker)
@@ -93,30 +124,18 @@ def _multiply(
                 open_tiles(panel, shapes)
                 for task in range(w, n_panels * pieces, workers):
                     column, row = task // pieces * sizes.columns, part + task % pieces * sizes.rows
-                    columns, rows = min(sizes.columns, N - column), min(end - row, sizes.rows)
+                    columns, rows = min(sizes.columns, p.N - column), min(end - row, sizes.rows)
                     for k in range(part_k, part_end, sizes.depth):
-                        depth, last, numbers = min(sizes.depth, all_k - k), k + sizes.depth >= all_k, min(K - k * n, sizes.depth * n)
-                        first_b = column * b_row + k * n * b_step
-                        pack_right(panel, COLUMNS, COLUMNS * sizes.depth, columns, depth, b, first_b, b_row, b_step, columns, numbers)
-                        for i in range(0, rows, ROWS):
-                            at, height = (row + i) * N + column, min(ROWS, rows - i)
-                            sums_at = 0 if at_once else task // workers * kept + i * sizes.columns
-                            tile, first, step = left, (row - part + i) * left_row + k - part_k, left_row
-                            if where == BY_TILES or (where == IN_PLACE and height < ROWS):
-                                tile, first, step = panel, sizes.depth * sizes.columns, sizes.depth
-                                pack_left(panel, first, step, ROWS, depth, a, (row + i) * a_row + k * n, a_row, a_step, height, numbers)
-                            for near_k in range(0, depth, sizes.near):
-                                deep, b_at = min(sizes.near, depth - near_k), near_k * COLUMNS
-                                for j in range(0, columns, COLUMNS):
-                                    if last and not by_amx(packed):  # its place is fetched while it is added up
-                                        for r in range(height):
-                                            fetch_to_write(out, at + r * N + j, COLUMNS)
-                                    multiply_tile(
-                                        total, sums_at + j, sizes.columns, tile, first + near_k, step,
-                                        panel, j * sizes.depth + b_at, COLUMNS, deep, k + near_k,
-                                    )  # fmt: skip
-                            if last:
-                                _finish(out, at, N, bias, column, total, sums_at, sizes.columns, height, columns, adds, biased, streams)
+                        depth, first = min(sizes.depth, p.all_k - k), column * right.row + k * n * right.step
+                        numbers = min(p.K - k * n, sizes.depth * n)
+                        pack_right(
+                            panel, COLUMNS, COLUMNS * sizes.depth, columns, depth,
+                            right.numbers, first, right.row, right.step, columns, numbers,
+                        )  # fmt: skip
+                        _multiply_rows(
+                            p, left, sizes, panel, total, 0 if at_once else task // workers * kept, 0 if at_once else sizes.columns,
+                            row, row - part, rows, column, columns, k, k - part_k, depth,
+                        )  # fmt: skip
                 close_tiles(panel, shapes)
 
 
@@ -164,16 +183,18 @@ def _launch(out, bias, adds, shape, left, right, room):
         where = IN_PLACE
     streams = streams_lines(out, N, packed)
     packed, panels, sums = factors(packed), factors(panels), array(sums)
-    all_k = whole(door.cdiv(K, 2 if packed.dtype == np.uint32 else 1), tile.depth)
+    values = 2 if packed.dtype == np.uint32 else 1
+    all_k = whole(door.cdiv(K, values), tile.depth)
     sums_room = len(sums) // workers // BLOCK * BLOCK
     sizes = _sizes(M, N, all_k, where, tile, workers, len(packed), len(panels) // workers, sums_room)
     panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)
     sums = sums[: workers * sums_room].reshape(workers, -1)
-    door.launch(
-        _multiply, array(out), array(out if bias is None else bias), int(adds), int(bias is not None), streams,
-        array(a), factors(a) if where == IN_PLACE else packed, a_row, a_step, where, array(b), b_row, b_step, M, N, K, all_k,
-        packed, panels, sums, sizes,
-    )  # fmt: skip
+    left_factors, left_row = (packed, sizes.part_depth) if where == BY_PARTS else (packed, 0)
+    if where == IN_PLACE:
+        left_factors, left_row = factors(a), a_row // values
+    product = Product(array(out), array(out if bias is None else bias), int(adds), int(bias is not None), streams, M, N, K, all_k)
+    left = Left(where, array(a), a_row, a_step, left_factors, left_row)
+    door.launch(_multiply, product, left, Right(array(b), b_row, b_step), packed, panels, sums, sizes)
 
 
 @cache
