@@ -3,6 +3,7 @@
 import time
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from scripts.bench_pytorch import PyTorchTrainer
 from scripts.gpu_common import attempt, cause_of, free_memory, random_tokens, summarize, table, time_each, while_time
@@ -89,6 +90,20 @@ def compare_with(run, record, label, **options):
             keys = ("ms", "tokens/s", "MFU", "measured MiB", "ratio -r 0", "ratio -r 2")
             run.summary[row["plain PyTorch"]] = {key: row[key] for key in keys}
     record["notes"].append("ratios are our time over PyTorch's: below 1, ours is faster")
+    if run.cuda:
+        shape = (s.B, s.config.num_heads, s.T, s.config.channels // s.config.num_heads)
+        ours = run.options(s.config, s.B, s.T).attention_kind
+        record["notes"].append(f"attention is PyTorch's choice of {attention_of_torch(run, shape)}, and ours {ours}")
+
+
+def attention_of_torch(run, shape) -> str:
+    """Which of its kernels F.scaled_dot_product_attention takes for (B, NH, T, HS) in bf16, by its own name; torch has no public way to
+    ask."""
+    q = torch.empty(shape, dtype=torch.bfloat16, device=run.backend.device, requires_grad=True)
+    try:
+        return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    except Exception as error:
+        return f"a kernel it would not name ({cause_of(error)})"
 
 
 def small_batches(run, record):

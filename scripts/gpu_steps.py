@@ -27,7 +27,7 @@ from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.request import check_graphs
 from scripts.gpu_common import (
-    BF16, FP32, REPO, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
+    BF16, FP32, REPO, Skip, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
 )  # fmt: skip
 
 TEST_FILES = ("tests/test_cuda.py", "tests/test_cublaslt.py", "tests/test_kernels.py", "tests/test_triton_attention.py")
@@ -274,16 +274,22 @@ def steps(run, record):
     record["notes"].append(f"the loss after the last step is {'the same number' if same else 'NOT the same number'} in every row")
 
 
+def attention_steps(run, record):
+    """By every kind of attention: no other choice moves a step as much."""
+    if not run.cuda:
+        raise Skip("a CPU has one kind")
+    kinds = ("flash", "triton", "cudnn") if run.kernels == "triton" else ("flash", "cudnn")
+    measure_forms(run, record, [(f"-r 0, {kind} attention", {"attention": kind}) for kind in kinds])
+
+
 def more_steps(run, record):
     forms = [
         (f"-r {level}", {"recompute": level}) for level in sorted(range(3, len(NOT_KEPT)), key=lambda level: level != 5)
     ]  # 5 has a goal
     forms += [("-r 0 -ge 1", {"gelu_fusion": 1}), ("-r 0 -ge 2", {"gelu_fusion": 2})]
-    kinds = ("triton", "cudnn") if run.kernels == "triton" else ("cudnn",)
-    forms += [(f"-r 0, {kind} attention", {"attention": kind}) for kind in kinds]
     forms += [("-r 0, torch's operations", {"kernels": "torch"})]
     if not run.cuda:
-        record["not_run"].append("triton's and cudnn's attention, -ge 1 and -ge 2: there is no CUDA device")
+        record["not_run"].append("-ge 1 and -ge 2: there is no CUDA device")
         forms = [(label, form) for label, form in forms if form.keys() <= {"kernels", "recompute"}]
     measure_forms(run, record, forms)
 

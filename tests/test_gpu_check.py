@@ -56,7 +56,7 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert section["status"] in ("ran", "skipped"), (name, section["errors"])
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
-    assert skipped - {"kernels"} == {"llmc", "attention", "gelu_fusion", "fp8", "tune"}
+    assert skipped - {"kernels"} == {"llmc", "attention_steps", "attention", "gelu_fusion", "fp8", "tune"}
 
 
 def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):

@@ -488,12 +488,27 @@ def torch_gelu(inp, dout=None):
     return out.flatten()[:n].view(inp.shape), d[:n].view(inp.shape)
 
 
+def same_gelu(a, b, own):
+    """Whether two GELUs, or gradients by them, are the same numbers: to the bit, but Triton's in bf16, whose exp and reciprocal are the
+    card's own. So an fp32 is some units of 2^-24 off, and one bf16 in thousands rounds to its neighbour; no other kind of number does."""
+    if own != "triton" or a.dtype == FP32:
+        return same_numbers(a, b)
+    a, b = a.flatten(), b.flatten()
+    differ = a.view(torch.int16) != b.view(torch.int16)
+    differ &= ~(a.isnan() & b.isnan())
+    one_off = (a[differ].view(torch.int16).int() - b[differ].view(torch.int16).int()).abs() == 1
+    return differ.sum() <= 1 + len(a) / 1000 and bool(one_off.all())
+
+
 @dtypes
 @shapes
 @partial_sums
 @accumulates
-def test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient(kernels, B, T, C, dtype, P, accumulate):
-    """Holds on an x86 CPU, where torch's exp is SLEEF's of 1.0 ulp; another CPU's torch may have another exp, and the bits may differ."""
+def test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient(kernels, own, B, T, C, dtype, P, accumulate):
+    """Triton's in bf16 within what same_gelu allows.
+
+    Holds on an x86 CPU, where torch's exp is SLEEF's of 1.0 ulp; another CPU's torch may have another exp, and the bits may differ.
+    """
     inp, dout = noise(B, T, C, dtype=dtype, seed=1, scale=3), noise(B, T, C, dtype=dtype, seed=2)
     out, again = unwritten(B, T, C, dtype=dtype), unwritten(B, T, C, dtype=dtype)
     kept, alone, together = inp.clone(), dout.clone(), dout.clone()
@@ -502,8 +517,8 @@ def test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient(ke
     kernels.gelu_backward_inplace(alone, biases[0], inp, partials(P, 4 * C), accumulate=accumulate)
     kernels.gelu_backward_inplace(together, biases[1], inp, partials(P, 4 * C), accumulate=accumulate, out_again=again)
     want, dwant = torch_gelu(inp, dout)
-    assert same_bits(out, want) and same_bits(again, want) and same_bits(inp, kept)
-    assert same_bits(alone, dwant) and same_bits(together, dwant) and same_bits(*biases)
+    assert same_gelu(out, want, own) and same_bits(again, out) and same_bits(inp, kept)
+    assert same_gelu(alone, dwant, own) and same_bits(together, alone) and same_bits(*biases)
 
     # the sum's own error: how far the gradient itself is off is the formula's matter, and test_layers.py's
     _, wide = torch_gelu(inp.float(), dout.float())
@@ -513,14 +528,16 @@ def test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient(ke
 
 @shapes
 @accumulates
-def test_gelu_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s(kernels, B, T, C, accumulate):
+def test_gelu_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s(kernels, own, B, T, C, accumulate):
     inp, dout = noise(B, T, C, dtype=BF16, seed=1, scale=3), noise(B, T, C, dtype=BF16, seed=2)
     runs = []
     for dtype in (BF16, FP32):
         grad, dbias = dout.to(dtype, copy=True), noise(C, seed=3) if accumulate else unwritten(C)
         kernels.gelu_backward_inplace(grad, dbias, inp.to(dtype), partials(2, 4 * C), accumulate=accumulate)
         runs.append((grad.bfloat16(), dbias))
-    assert all(same_bits(a, b) for a, b in zip(*runs))
+    (grad, dbias), (wide_grad, wide_dbias) = runs
+    assert same_gelu(grad, wide_grad, own)
+    assert same_bits(dbias, wide_dbias) or own == "triton" and torch.allclose(dbias, wide_dbias, rtol=1e-6, atol=1e-6 * B * T)
 
 
 def numbers_of_every_exponent():
@@ -534,14 +551,14 @@ def numbers_of_every_exponent():
 @pytest.mark.parametrize("inp", [
     torch.arange(1 << 16).to(torch.int16).view(BF16).view(512, 128), numbers_of_every_exponent(),
 ], ids=["every-bf16", "fp32"])  # fmt: skip
-def test_gelu_of_all_kinds_of_numbers_has_torch_s_bits(kernels, inp):
-    """A NaN stays one. Holds on an x86 CPU, as above."""
+def test_gelu_of_all_kinds_of_numbers_has_torch_s_bits(kernels, own, inp):
+    """A NaN stays one. As above."""
     out, again, dout = unwritten(512, 128, dtype=inp.dtype), unwritten(512, 128, dtype=inp.dtype), noise(512, 128, dtype=inp.dtype)
     grad, (want, dwant) = dout.clone(), torch_gelu(inp, dout)
     kernels.gelu_forward(out, inp, {})
     kernels.gelu_backward_inplace(grad, unwritten(128, dtype=inp.dtype), inp, partials(4, 128), accumulate=False, out_again=again)
     assert inp.isnan().any() and out[inp.isnan()].isnan().all() and grad[inp.isnan()].isnan().all()
-    assert same_numbers(out, want) and same_numbers(again, want) and same_numbers(grad, dwant)
+    assert same_gelu(out, want, own) and same_numbers(again, out) and same_gelu(grad, dwant, own)
 
 
 @dtypes
@@ -931,15 +948,18 @@ def poison(model):
     torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(model.acts["losses"].untyped_storage()).fill_(0xFF)
 
 
-def one_step(model):
-    """Loss, norm, gradients of two micro-steps and all arenas after an update, as bits; before it, every activation is NaN."""
+def one_step(model, updates=True):
+    """Loss, norm, gradients of two micro-steps, and all arenas after an update if there is one, as bits; before it, every activation is
+    NaN."""
     poison(model)
     accumulate_gradients(model, 0)
     norm = model.grad_norm()
     assert all(g.isfinite().all() for g in model.grads.values()) and norm > 1
     seen = [model.mean_loss(2), norm.item(), *(raw(g) for g in model.grads.values())]
-    model.update(1e-2, 0.1, 1, norm)
-    return seen + [raw(arena) for arena in model.flat.values()]
+    if updates:
+        model.update(1e-2, 0.1, 1, norm)
+        seen += [raw(arena) for arena in model.flat.values()]
+    return seen
 
 
 def interpreted(own):
@@ -950,12 +970,13 @@ def interpreted(own):
 @precisions
 def test_every_recompute_level_gives_the_same_bits(own, few_partials, precision):
     """Of losses, gradients, weights and moments; and the same where no two activations share a byte. Interpreted, which takes a minute,
-    fp32 has two levels: what is launched at one does not depend on the type."""
-    baseline = one_step(build(own, precision, recompute=0))
+    fp32 has two levels, as what is launched at one does not depend on the type, and levels between no update: it reads gradients alone."""
+    baseline, last = one_step(build(own, precision, recompute=0)), max(NOT_KEPT)
     for level in (2, 6) if interpreted(own) and precision == "fp32" else list(NOT_KEPT)[1:]:
         model = build(own, precision, recompute=level)
-        assert one_step(model) == baseline, f"-r {level}"
-    assert any(model.plan.segments.again)  # blocks do run again
+        seen = one_step(model, updates=level == last or not interpreted(own))
+        assert seen == baseline[: len(seen)], f"-r {level}"
+    assert level == last and any(model.plan.segments.again)  # blocks do run again
     assert one_step(build(own, precision, recompute=level, own_bytes=True)) == baseline
 
 
@@ -1018,10 +1039,10 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
     def start():
         return build(own, config=config, **form), TokenLoader(str(tmp_path / "tokens.bin"), B, T, shuffle=True)
 
-    def train(model, loader, step):
-        inputs, targets = loader.next_batch()
-        model.forward(inputs)
-        model.backward(targets, order=loader.token_order())
+    def train(model, loader, step):  # with gradients out of the air: what an update makes of them is what a checkpoint holds
+        loader.next_batch()
+        generator = torch.Generator(DEVICE).manual_seed(step)
+        model.flat["gradients"].normal_(0, 0.1, generator=generator)
         model.update(1e-2, 0.1, step, model.grad_norm())
 
     def state(model):

@@ -6,7 +6,7 @@ V put aside afterwards, as a mask that ends at V, an odd number, would make ever
 """
 
 from llmc.kernels import door
-from llmc.kernels.door import jit, load, narrow, next_power_of_2, store, tl, widen
+from llmc.kernels.door import exp, jit, load, narrow, next_power_of_2, store, tl, widen
 
 COLUMNS = 8192
 
@@ -23,11 +23,11 @@ def _classify(
     tail = WHOLE + tl.arange(0, TAIL)
     last = tl.where(tail < V, load(logits + tail, tail < Vp), -float("inf"))
     largest = tl.maximum(tl.max(last, 0), -3e38)  # where all of the tail is -inf, the difference would be NaN
-    total = tl.sum(tl.exp(last - largest), 0)
+    total = tl.sum(exp(last - largest), 0)
     for at in range(0, WHOLE, COLUMNS):
         x = widen(tl.load(logits + at + tl.arange(0, COLUMNS)))
         new = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new), 0)
+        total = total * exp(largest - new) + tl.sum(exp(x - new), 0)
         largest = new
     tl.store(losses + row, tl.load(losses + row) + (tl.log(total) - (target_logit - largest)))
     if GRADIENT:
@@ -35,10 +35,10 @@ def _classify(
         for at in range(0, WHOLE, COLUMNS):
             column = at + tl.arange(0, COLUMNS)
             x = widen(tl.load(logits + column))
-            tl.store(logits + column, narrow(tl.exp(x - largest) * scale, logits.dtype.element_ty))
-        store(logits + tail, tl.where(tail < V, tl.exp(last - largest) * scale, 0.0), tail < Vp)
+            tl.store(logits + column, narrow(exp(x - largest) * scale, logits.dtype.element_ty))
+        store(logits + tail, tl.where(tail < V, exp(last - largest) * scale, 0.0), tail < Vp)
         tl.debug_barrier()  # the target's own gradient goes on top
-        tl.store(logits + target, narrow(tl.exp(target_logit - largest) * scale - dloss, logits.dtype.element_ty))
+        tl.store(logits + target, narrow(exp(target_logit - largest) * scale - dloss, logits.dtype.element_ty))
 
 
 def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows_at_once):
