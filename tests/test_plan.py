@@ -498,6 +498,20 @@ def test_largest_batch_is_exactly_the_largest(config, T, level):
         assert Plan(o).largest_batch(budget) == max(fitting, default=0), f"budget {budget}"
 
 
+def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
+    """Where a tensor that grows overtakes one that does not, greedy placement takes the two in another order, and may need less."""
+    o = PlanOptions(D12, 1, 64, precision="bf16", recompute=6, device="cpu", kernels="numba", matmul="numba")
+    totals = {B: Plan(replace(o, B=B)).total_bytes for B in range(200, 320)}
+    dips = [B for B in totals if B + 1 in totals and totals[B + 1] < totals[B] - (8 << 20)]
+    assert dips
+    for dip in dips:
+        for budget in (totals[dip + 1], totals[dip + 1] + (4 << 20)):
+            fitting = [B for B, total in totals.items() if total <= budget]
+            first = next(B for B, total in totals.items() if total > budget)
+            assert max(fitting) > first + 8, "or it would be found without looking far"
+            assert Plan(o).largest_batch(budget) == max(fitting)
+
+
 def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
     budget = 8 << 30
     assert len({Plan(PlanOptions(D12, B, 1024)).largest_batch(budget) for B in (1, 4, 9)}) == 1

@@ -8,6 +8,7 @@ itself, evaluation, the update and sampling are all stages on the same line, so 
 from bisect import insort
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from math import prod
 
 from llmc.config import ModelConfig
@@ -322,8 +323,9 @@ class Plan:
     def largest_batch(self, budget_bytes: int) -> int:
         """The largest B whose whole plan fits in `budget_bytes`; 0 if not even one sequence does.
 
-        Memory grows with B but for dips: placement is greedy, and the fewer heads there are the more copies of dq attention makes. So
-        some B beyond the first that does not fit are tried too, and where one fits it goes on from there.
+        Memory grows with B but for dips: placement is greedy and takes large tensors first, so it may find a better one where a tensor
+        gets larger than another; and the fewer heads there are the more copies of dq attention makes. So some B beyond the first that does
+        not fit are tried too, and where one fits it goes on from there.
         """
 
         def fits(B):
@@ -345,8 +347,21 @@ class Plan:
         heads, further = plan_sizes(self.options)["h"], 1
         while further:
             low = reached_from(further)
-            further = max(filter(fits, range(low + 1, max(low + 9, self.options.processors // heads + 2))), default=0)
+            tried = {*range(low + 1, max(low + 9, self.options.processors // heads + 2)), *self._overtaken(low)}
+            further = max(filter(fits, tried), default=0)
         return low
+
+    def _overtaken(self, low: int) -> set[int]:
+        """Each B beyond `low`, but by no more than an eighth, from which on a tensor is larger than another that is larger at `low`."""
+        sizes, next_sizes = ({name: t.nbytes for name, t in Plan(replace(self.options, B=B)).tensors.items()} for B in (low, low + 1))
+        lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # and what a sequence adds
+        overtaken = set()
+        for (larger, slope), (smaller, steeper) in product(lines, lines):
+            if smaller < larger and slope < steeper:
+                ahead = (larger - smaller) // (steeper - slope) + 1
+                if ahead <= low // 8:
+                    overtaken |= {low + ahead - 1, low + ahead} - {low}
+        return overtaken
 
 
 ARENA_PARTS = {
