@@ -581,6 +581,8 @@ RESUMES = {
     "extra holds a number": (extra_with(windows("5")), "", EXTRA, "damaged outlier window"),
     "extra holds bad floats": (extra_with(windows('{"window": ["zz"], "index": 0, "sum": "0x0p+0", "sum_sq": "0x0p+0"}')),
         "", "damaged outlier window"),
+    "extra's shards are as many tokens as a number can be": (damaged(EXTRA, lambda raw: raw.replace(b"5000", b"4611686018427387904")),
+        "-b 2", "error: step 4 in log: the checkpoint's place in its training data is damaged", "makes no sense"),
     "extra's -b is a word, and to be taken": (extra_with('{"B": "four", "T": 32, "loss_outliers": {}, "norm_outliers": {}}'),
         "-b auto", EXTRA),
     "extra's -b is 0, and to be taken": (extra_with('{"B": 0, "T": 32, "loss_outliers": {}, "norm_outliers": {}}'), "-b auto", EXTRA),

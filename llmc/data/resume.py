@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, unpack
-from llmc.data.shards import LoaderState, check_permutations
+from llmc.data.shards import MAX_SHARD_TOKENS, LoaderState, check_permutations
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
 
@@ -213,7 +213,8 @@ def read_written(extras: list[dict]) -> Written:
 
 
 def is_count(value, least: int) -> bool:
-    return type(value) is int and value >= least
+    """Whether this can be a number of tokens in a shard, of rows or of batches, and no one has to make room for more than there can be."""
+    return type(value) is int and least <= value <= MAX_SHARD_TOKENS
 
 
 def inside(intervals: np.ndarray, shards: Shards) -> bool:
