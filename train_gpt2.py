@@ -312,9 +312,7 @@ def loop(run) -> OSError | None:
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
     run.stop = stop = StopRequest(alone=run.world.num_processes == 1)
-    # with CUDA graphs the second step captures them; a CPU's recording takes some milliseconds of it
-    clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=2 if run.graphs and run.backend.asynchronous else 1)
-    launched = None
+    clock, launched = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run)), None
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
@@ -353,6 +351,11 @@ def loop(run) -> OSError | None:
     run.log.close()
     run.speed_log.close()
     return stop.lost_output
+
+
+def steps_of_setting_up(run) -> int:
+    """The first; and with CUDA graphs the second, which captures them. A CPU's recording takes some milliseconds of it."""
+    return 2 if run.graphs and run.backend.asynchronous else 1
 
 
 def validation_due(run, step: int, last: bool, stopping: bool) -> bool:
@@ -602,9 +605,9 @@ def resume(run):
     try:
         loader.check_shuffle(states[0].should_shuffle)  # before its shards are compared, which -a 1 replaces
         continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
-        loader.go_on(continued)
     except UserError as error:
         raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
+    loader.go_on(continued)
     print(*continued.notes, sep="\n", end="\n" * bool(continued.notes))
     adopt(run, extras[0])
     print(f"resuming at step {run.resume_step} from {s.output_dir}")

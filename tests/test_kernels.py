@@ -529,6 +529,7 @@ def test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient(ke
 @shapes
 @accumulates
 def test_gelu_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s(kernels, own, B, T, C, accumulate):
+    """Triton's in bf16 within what same_gelu allows."""
     inp, dout = noise(B, T, C, dtype=BF16, seed=1, scale=3), noise(B, T, C, dtype=BF16, seed=2)
     runs = []
     for dtype in (BF16, FP32):

@@ -728,6 +728,11 @@ def test_on_a_gpu_a_skipped_update_is_told_between_the_line_of_the_step_before_a
     assert said(out) == said(plain) and "skipping" in out
 
 
+@pytest.mark.parametrize("graphs, asynchronous, steps", [(False, True, 1), (True, True, 2), (True, False, 1)])
+def test_the_second_step_sets_up_too_where_it_captures_cuda_graphs(graphs, asynchronous, steps):
+    assert train_gpt2.steps_of_setting_up(SimpleNamespace(graphs=graphs, backend=SimpleNamespace(asynchronous=asynchronous))) == steps
+
+
 def test_tokens_per_second_and_mfu_follow_from_the_time(case):
     """First step: tok/s = tokens / ms; MFU = flops per token * tok/s / peak, which is faked to 1 TFLOP/s."""
     out = ran(*inputs(case), "-b 4 -t 32 -x 1", QUIET)

@@ -5,7 +5,7 @@ training. Then it counts: its DONE stands, and -y 1 finds it. It is proven once 
 then may -nk delete the one it replaces.
 
 Why proven: the loss that is known when a checkpoint is due is of the weights before their last update. An update that left no number
-shows with the next loss, by when -nk 1 would have deleted the last good checkpoint.
+shows only with the next loss, and by then -nk 1 would have deleted the last good checkpoint.
 """
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
@@ -22,7 +22,7 @@ class Checkpoints:
     """
 
     def __init__(self, s: Settings, model, record, resume_step: int | None):
-        """record is told of the first one. With --async-checkpoint this allocates the room that the plan has for it."""
+        """record is told of each that counts. With --async-checkpoint this allocates the room that the plan has for it."""
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
         options = model.plan.options
         self._master_weights = options.master != "none"

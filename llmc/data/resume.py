@@ -213,7 +213,7 @@ def read_written(extras: list[dict]) -> Written:
 
 
 def is_count(value, least: int) -> bool:
-    """Whether this can be a number of tokens in a shard, of rows or of batches, and no one has to make room for more than there can be."""
+    """Whether this can be a number of tokens in a shard, of rows or of batches: a larger one is damage, and nothing is allocated for it."""
     return type(value) is int and least <= value <= MAX_SHARD_TOKENS
 
 

@@ -37,8 +37,8 @@ AMX_FEATURES = {"amx-tile", "amx-bf16"}
 LINE = 64  # bytes of a line of cache
 if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features().split(","):
     numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM takes half of the vectors on Intel
-# a division by zero is infinite, and no exception; nobody calls a kernel from C, nor what kernels call from Python either, which saves an
-# eighth of the time it takes to compile them
+# a division by zero is infinite, and no exception; nobody calls a kernel from C, nor what kernels call from Python either, which saves a
+# tenth of the time it takes to compile them
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 # A helper is inlined into every kernel that calls it. Compiled by itself, its sums (plus) could be vectorized otherwise than in another

@@ -29,9 +29,9 @@ IN_PLACE, BY_TILES, BY_PARTS = range(3)  # how the left matrix is read
 # out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is factors of K numbers and of what fills up whole tiles: all that
 # is called depth or k counts factors
 Product = namedtuple("Product", ("out", "bias", "adds", "biased", "streams", "M", "N", "K", "all_k"))
-# numbers[i * row + k * step], and where they are read as factors: in place, or packed
+# number d of row i, numbers[i * row + d * step], and where they are read as factors: in place, or packed
 Left = namedtuple("Left", ("where", "numbers", "row", "step", "factors", "factors_row"))
-# numbers[j * row + k * step]
+# number d of column j, numbers[j * row + d * step]
 Right = namedtuple("Right", ("numbers", "row", "step"))
 # part_rows, part_depth  of the left factor, packed at once if it is packed by parts
 # rows, columns          of the product: one task of a worker

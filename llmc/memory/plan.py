@@ -352,7 +352,8 @@ class Plan:
         return low
 
     def _overtaken(self, low: int) -> set[int]:
-        """Each B beyond `low`, but by no more than an eighth, from which on a tensor is larger than another that is larger at `low`."""
+        """Each B beyond `low`, by an eighth at most, from which on a tensor is larger than another that is larger at `low`; and the one
+        before, where they may be equally large."""
         sizes, next_sizes = ({name: t.nbytes for name, t in Plan(replace(self.options, B=B)).tensors.items()} for B in (low, low + 1))
         lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # and what a sequence adds
         overtaken = set()
