@@ -116,7 +116,8 @@ def tests(run, record):
 
 def pytest_outputs(argument_lists, seconds) -> list[str]:
     """What pytest prints with each of the lists, all at once. After `seconds` they are interrupted, and report on what they have run."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    others = ("TRITON_INTERPRET", "PYTEST_ADDOPTS")  # the second may change what is printed, which is read here
+    env = {k: v for k, v in os.environ.items() if k not in others} | {"OMP_NUM_THREADS": "1"}
     command, deadline = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider"], time.monotonic() + seconds
     with ExitStack() as stack:
         outs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in argument_lists]
