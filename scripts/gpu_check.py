@@ -111,7 +111,7 @@ SECTIONS = (
     Section("ceilings", "What the device does at best", gpu_steps.ceilings, 5),
     Section("tests", "The project's own tests", gpu_steps.tests, 30),
     Section("steps", "A training step", gpu_steps.steps, 15),
-    Section("attention_steps", "A training step, by every attention", gpu_steps.attention_steps, 15),
+    Section("attention_steps", "A training step, by other kinds of attention", gpu_steps.attention_steps, 15),
     Section("compile", "The same step in plain PyTorch", gpu_compared.compared, 60),
     Section("larger", "Larger models", gpu_steps.larger, 25),
     Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),

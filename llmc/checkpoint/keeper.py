@@ -24,9 +24,7 @@ class Checkpoints:
     def __init__(self, s: Settings, model, record, resume_step: int | None):
         """record is told of each that counts. With --async-checkpoint this allocates the room that the plan has for it."""
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
-        options = model.plan.options
-        self._master_weights = options.master != "none"
-        self._writer = WriteBeside(model.plan) if options.async_checkpoint else WriteAtOnce()
+        self._writer = WriteBeside(model.plan) if s.async_checkpoint else WriteAtOnce()
         self._has_waited, self._proven_step = False, -1
         self.unproven = resume_step  # what it replaces may still be there
 
@@ -56,7 +54,8 @@ class Checkpoints:
         if self.unproven is not None:  # -sl or -sg have skipped all since, so these are its weights
             print(f"no checkpoint at step {step}: since that of step {self.unproven} no loss and norm were numbers", flush=True)
             return
-        begin_snapshot(writer, s.output_dir, step, self._model, loader, extra, master_weights=self._master_weights)
+        master_weights = self._model.plan.options.master != "none"
+        begin_snapshot(writer, s.output_dir, step, self._model, loader, extra, master_weights=master_weights)
         if not s.async_checkpoint:
             self.complete()
 

@@ -23,7 +23,8 @@ from llmc.errors import UserError, full_disk_or_denied, lines_of
 
 KNOCK_S = 2  # to open a connection
 ANSWER_S = 5  # for a store to say whose it is
-TAKEN_AFTER_S = 20  # another process holds this rank: twice the time in which one that has crashed is missed
+LOST_AFTER_S = 10.0  # without a new beat: on an overloaded machine one was seen to come 5 s late
+TAKEN_AFTER_S = 2 * LOST_AFTER_S  # another process holds this rank, and not one that has crashed, which would be missed by then
 PAUSE_S = 0.2
 VERDICT_KEY = "verdict"  # why the run ends, or nothing yet
 OTHER_PORT = "choose another port with -ps HOST:PORT or MASTER_PORT"

@@ -6,10 +6,9 @@ was itself suspended no time has passed.
 
 from dataclasses import dataclass, field
 
-from llmc.distributed.rendezvous import Member
+from llmc.distributed.rendezvous import LOST_AFTER_S, Member
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE
 
-LOST_AFTER_S = 10.0  # without a new beat: on an overloaded machine one was seen to come 5 s late
 DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so that nothing else is held against anyone
 SETTLE_S = LOST_AFTER_S + 2  # a collective that failed had another reason than a lost rank if none has shown by then
 LONGEST_LOOK_S = 1.0  # between two looks; more is a time in which this process did not run

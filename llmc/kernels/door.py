@@ -144,7 +144,7 @@ def rough_reciprocal(x):
 @jit
 def rough_sigmoid_below_zero(x):
     """1 / (1 + exp(-x)) for -87 < x <= 0, as exact as exp, in a third of the instructions of sigmoid_below_zero: for what becomes bf16."""
-    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
+    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))  # exp(-x) but for an instruction, which the minus would be
 
 
 @jit

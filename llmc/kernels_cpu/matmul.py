@@ -189,9 +189,7 @@ def _launch(out, bias, adds, shape, left, right, room):
     sizes = _sizes(M, N, all_k, where, tile, workers, len(packed), len(panels) // workers, sums_room)
     panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)
     sums = sums[: workers * sums_room].reshape(workers, -1)
-    left_factors, left_row = (packed, sizes.part_depth) if where == BY_PARTS else (packed, 0)
-    if where == IN_PLACE:
-        left_factors, left_row = factors(a), a_row // values
+    left_factors, left_row = (factors(a), a_row // values) if where == IN_PLACE else (packed, sizes.part_depth)
     product = Product(array(out), array(out if bias is None else bias), int(adds), int(bias is not None), streams, M, N, K, all_k)
     left = Left(where, array(a), a_row, a_step, left_factors, left_row)
     door.launch(_multiply, product, left, Right(array(b), b_row, b_step), packed, panels, sums, sizes)

@@ -328,8 +328,12 @@ class Plan:
         not fit are tried too, and where one fits it goes on from there.
         """
 
+        @cache
+        def planned(B):
+            return Plan(replace(self.options, B=B))
+
         def fits(B):
-            return Plan(replace(self.options, B=B)).total_bytes <= budget_bytes
+            return planned(B).total_bytes <= budget_bytes
 
         def reached_from(low):
             """A B at or beyond one that fits, which fits while the next one does not."""
@@ -347,22 +351,23 @@ class Plan:
         heads, further = plan_sizes(self.options)["h"], 1
         while further:
             low = reached_from(further)
-            tried = {*range(low + 1, max(low + 9, self.options.processors // heads + 2)), *self._overtaken(low)}
+            tried = {*range(low + 1, max(low + 9, self.options.processors // heads + 2)), *_overtaken(planned(low), planned(low + 1))}
             further = max(filter(fits, tried), default=0)
         return low
 
-    def _overtaken(self, low: int) -> set[int]:
-        """Each B beyond `low`, by an eighth at most, from which on a tensor is larger than another that is larger at `low`; and the one
-        before, where they may be equally large."""
-        sizes, next_sizes = ({name: t.nbytes for name, t in Plan(replace(self.options, B=B)).tensors.items()} for B in (low, low + 1))
-        lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # and what a sequence adds
-        overtaken = set()
-        for (larger, slope), (smaller, steeper) in product(lines, lines):
-            if smaller < larger and slope < steeper:
-                ahead = (larger - smaller) // (steeper - slope) + 1
-                if ahead <= low // 8:
-                    overtaken |= {low + ahead - 1, low + ahead} - {low}
-        return overtaken
+
+def _overtaken(plan: Plan, one_more: Plan) -> set[int]:
+    """Each B beyond the plan's, by an eighth at most, from which on a tensor is larger than another that is larger now; and the one before,
+    where they may be equally large. one_more: the plan of one sequence more."""
+    low, sizes, next_sizes = plan.options.B, *({name: t.nbytes for name, t in each.tensors.items()} for each in (plan, one_more))
+    lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # and what a sequence adds
+    overtaken = set()
+    for (larger, slope), (smaller, steeper) in product(lines, lines):
+        if smaller < larger and slope < steeper:
+            ahead = (larger - smaller) // (steeper - slope) + 1
+            if ahead <= low // 8:
+                overtaken |= {low + ahead - 1, low + ahead} - {low}
+    return overtaken
 
 
 ARENA_PARTS = {
