@@ -44,10 +44,11 @@ from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import compile_kernels
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.choose import in_mib
-from llmc.memory.plan import MIB, Plan
+from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
+from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes

@@ -23,7 +23,7 @@ def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
 class NotEnoughMemory(Exception):
     """What was asked for does not fit, or did not after all. Exits with MEMORY_CODE, so that a restart loop can stop on it.
 
-    The sentence is as in UserError. Below it the program prints the plan of `options` (llmc.memory.plan.PlanOptions) and
+    The sentence is as in UserError. Below it the program prints the plan of `options` (llmc.memory.options.PlanOptions) and
     the cheapest ways to fit it in `budget_bytes`, at the same number of sequences per step; with `batch_is_fixed`, as when
     resuming, at the same -b too.
     """

@@ -13,18 +13,20 @@ import torch
 
 from llmc.backend import copy_in
 from llmc.data.order import token_order
+from llmc.distributed.sharing import Alone
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.matmul import matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
-from llmc.distributed.sharing import Alone
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
+from llmc.memory.layout import flat_layout, layer_slot
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
-from llmc.memory.layout import flat_layout
-from llmc.memory.plan import HEAD_GROUP, TUNING, Plan, classifier_rows, head_sums, layer_slot
+from llmc.memory.plan import Plan
+from llmc.memory.rooms import classifier_rows, head_sums
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, sizes_of
+from llmc.memory.tuning import HEAD_GROUP, TUNING
 from llmc.rand import XorShift
 
 ROUNDING_STATE = 13371337  # llm.c's; plus the rank

@@ -8,8 +8,11 @@ from llmc.backend import MATMUL_LIBRARY
 from llmc.config import ModelConfig
 from llmc.flags import Settings
 from llmc.logger import table_row, table_rule
-from llmc.memory.plan import MIB, Plan, PlanOptions, head_chunk_rows
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
+from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tables import num_parameters
+from llmc.memory.tuning import MIB
 
 
 def print_rows(rows: dict):

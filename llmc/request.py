@@ -22,8 +22,10 @@ from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.layout import divides
-from llmc.memory.plan import Plan, PlanOptions, widens
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
+from llmc.memory.rooms import widens
 from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
 

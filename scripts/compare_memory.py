@@ -34,9 +34,9 @@ from llmc.errors import MEMORY_CODE, UserError, full_disk_or_denied, run_script
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.report import COLUMNS
+from llmc.memory.tuning import MIB
 from scripts.plotting import check_picture, new_figure, read_speed, save_picture, shown
 
 TRAIN = REPO / "train_gpt2.py"

@@ -26,7 +26,8 @@ from llmc.config import ModelConfig
 from llmc.errors import run_script
 from llmc.gpt2 import GPT2
 from llmc.kernels import door
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 # launches are recorded at sizes that a CPU has room for, and compiled for those of a run: some of them become constants if they are 1
 SIZES = {"n_rows": 65536, "rows_each": 256, "B": 64, "T": 1024}

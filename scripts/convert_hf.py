@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from llmc.files import write_atomically
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError, run_script, full_disk_or_denied
+from llmc.files import write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 

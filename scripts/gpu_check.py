@@ -31,7 +31,7 @@ from llmc.backend import open_backend
 from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
 from llmc.memory import plan as memory_plan
-from llmc.memory.plan import PlanOptions
+from llmc.memory.options import PlanOptions
 from scripts import gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_lost, free_memory, last_lines, new_record
 from scripts.gpu_report import markdown, print_summary

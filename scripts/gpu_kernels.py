@@ -14,8 +14,11 @@ from llmc.kernels import operations
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.layout import flat_layout
-from llmc.memory.plan import MATMUL_WORKSPACE, TUNING, Plan, PlanOptions, classifier_rows, head_chunk_rows
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
+from llmc.memory.rooms import classifier_rows, head_chunk_rows
 from llmc.memory.tables import num_parameters
+from llmc.memory.tuning import MATMUL_WORKSPACE, TUNING
 from llmc.rand import XorShift
 from scripts.gpu_common import FP32, Skip, attempt, measure, random_tokens, table, while_time
 

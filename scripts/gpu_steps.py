@@ -21,9 +21,11 @@ from llmc.data.order import token_order
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
+from llmc.memory.choose import largest_batch
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan
+from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
+from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.request import check_graphs
 from scripts.gpu_common import (
@@ -306,7 +308,7 @@ def larger(run, record):
         budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
         chosen = {}
         for level in (2, 0):
-            most = Plan(run.options(config, 1, s.T, recompute=level)).largest_batch(budget)
+            most = largest_batch(run.options(config, 1, s.T, recompute=level), budget)
             chosen[level] = next((b for b in batches if b <= most), 0)
         level, B = 0 if chosen[0] == chosen[2] else 2, chosen[2]
         if not B:

@@ -29,10 +29,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from llmc.files import write_atomically
 from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
 from llmc.errors import UserError, full_disk_or_denied
+from llmc.files import write_atomically
 
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
 GOES_ON = "interrupted; the same command goes on after the last shard that was written"

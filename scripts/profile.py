@@ -48,8 +48,8 @@ from llmc.files import write_atomically
 from llmc.flags import BY_NAME, FLAGS, parse
 from llmc.memory.choose import in_mib
 from llmc.memory.ladder import passes
-from llmc.memory.plan import MIB
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
+from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from scripts.plotting import check_picture, new_figure, save_picture
 

@@ -20,7 +20,8 @@ from llmc.data.shards import open_shard
 from llmc.errors import UserError, run_script
 from llmc.gpt2 import GPT2
 from llmc.layers.matmul import matmul_forward
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 
 def load_fp32_model(path, B: int, T: int) -> GPT2:

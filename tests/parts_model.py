@@ -13,7 +13,8 @@ from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, Undivided
 from llmc.gpt2 import GPT2
 from llmc.memory.layout import flat_layout, runs
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters
 
 SEQUENCES = 4  # of a micro-step, on all ranks

@@ -23,7 +23,8 @@ from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
 from llmc.gpt2 import GPT2
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, parameter_shapes
 
 MOST_RANKS = 4

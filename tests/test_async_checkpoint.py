@@ -41,9 +41,11 @@ from llmc.errors import UserError
 from llmc.files import write_atomically
 from llmc.gpt2 import GPT2
 from llmc.memory.choose import ways_to_fit
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.report import allocation_lines, legend, level_rows, plan_table, tensor_rows
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
+from llmc.memory.tuning import MIB
 
 N = num_parameters(CONFIG)
 # torch's operations: numba's kernels give other last bits in the process that compiles them than in one that finds them compiled

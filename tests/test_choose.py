@@ -20,7 +20,9 @@ from llmc.flags import parse
 from llmc.memory.choose import choose_batch, choose_recompute, levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
+from llmc.memory.tuning import MIB
 from llmc.request import check_batch, plan_options
 
 D12 = config_from_descriptor("d12")

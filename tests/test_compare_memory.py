@@ -10,8 +10,8 @@ import pytest
 
 from llmc.data.shards import open_shard, write_shard
 from llmc.errors import UserError
-from llmc.memory.plan import MIB
 from llmc.memory.report import COLUMNS
+from llmc.memory.tuning import MIB
 from scripts import compare_memory
 
 

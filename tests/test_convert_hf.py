@@ -16,10 +16,10 @@ from case_a import CONFIG as CASE_A
 from case_a import write_case_a
 
 from llmc.checkpoint.debug_state import read_debug_state
-from llmc.files import HEADER_BYTES
 from llmc.checkpoint.model_file import map_parameters, parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError
+from llmc.files import HEADER_BYTES
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 from scripts import convert_hf, write_debug_state
 from scripts.convert_hf import bin_to_hf, hf_to_bin

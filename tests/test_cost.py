@@ -15,7 +15,8 @@ from llmc.gpt2 import GPT2
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.cost import Cost, extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, segments
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")

@@ -21,7 +21,8 @@ from llmc.graphs import graphs_on
 from llmc.layers.attention import attention_one_row, library_forward, library_gradients, pack_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)

@@ -31,8 +31,11 @@ from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.layers.rounding import join_bits, low_bits, round_to_bf16
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import HEAD_GROUP, Plan, PlanOptions, head_sums
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
+from llmc.memory.rooms import head_sums
 from llmc.memory.tables import PARAMETERS, num_parameters
+from llmc.memory.tuning import HEAD_GROUP
 from llmc.rand import XorShift
 
 

@@ -18,8 +18,10 @@ from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
 from llmc.kernels_cpu import not_installed
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS
+from llmc.memory.tuning import MIB
 from llmc.rand import XorShift
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
 from whole_steps import raw
@@ -563,7 +565,8 @@ import torch
 from llmc.backend import likely_matmul, resident_bytes
 from llmc.config import ModelConfig
 from llmc.gpt2 import GPT2
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 torch.set_num_threads(2)
 

@@ -13,7 +13,8 @@ from llmc.checkpoint.keeper import Checkpoints
 from llmc.checkpoint.store import find_last_step, step_to_delete
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 
 class Record:

@@ -41,7 +41,8 @@ from llmc.layers import torch_operations
 from llmc.layers.adamw import piece_noise, pieces_of
 from llmc.memory import plan as plan_module
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 if TRITON := find_spec("triton") is not None:  # test_kernels_cpu.py runs many of these tests, triton or not
     from llmc.kernels.functions import triton_operations
@@ -167,7 +168,8 @@ if sys.argv[1] == "blocked":
 import numpy as np
 from llmc.config import ModelConfig
 from llmc.gpt2 import GPT2
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 model = GPT2(Plan(PlanOptions(ModelConfig(9, 45, 2, 2, 16, 48), 2, 9, kernels="torch", optimizer_state="bf16")))
 model.init_random()

@@ -30,7 +30,9 @@ from llmc.kernels import matmul_operations, other_matmuls
 from llmc.kernels_cpu import door, matmul, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.functions import numba_operations
 from llmc.layers import cpu_attention, torch_operations
-from llmc.memory.plan import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
+from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
     CONFIG, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
@@ -332,10 +334,10 @@ PRODUCT = """
 import numpy as np
 import torch
 from llmc.kernels_cpu import door, matmul
-from llmc.memory.plan import TILE_ROWS
 from llmc.kernels_cpu.tiles import (
     LANES, MULTIPLIES_PAIRS, MULTIPLIES_TILES, close_tiles, multiply, open_tiles, pack_left, pack_right, tile_of, whole_depth,
 )
+from llmc.memory.tuning import TILE_ROWS
 
 
 @door.njit

@@ -10,7 +10,8 @@ import pytest
 
 from llmc.config import ModelConfig
 from llmc.memory.ladder import IN_ONE_PASS, NOT_KEPT, WRITER, Segments, backward_schedule, kept_names, passes, segments
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, FORWARD_STAGES
 
 LEVELS = tuple(NOT_KEPT)

@@ -27,7 +27,8 @@ from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rounding import noise_2d, round_to_bf16
 from llmc.memory.arena import TORCH_DTYPE
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from oracle import adamw, assert_as_good_as_eager, attention
 
 DTYPES = [torch.float32, torch.bfloat16]

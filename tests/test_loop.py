@@ -30,9 +30,12 @@ from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
+from llmc.memory.choose import largest_batch
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters
+from llmc.memory.tuning import MIB
 from llmc.outlier import OutlierDetector
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -267,7 +270,7 @@ def test_plan_prints_a_row_per_level_that_adds_up(case, precision):
         assert mib == [plan.columns[part] / MIB for part in parts] and exact["total_mib"] == plan.total_bytes / MIB
         assert sum(mib) == exact["total_mib"]  # bytes over 2^20: floats hold them and their sum exactly
         assert row[1:10] == [f"{n:.1f}" for n in (*mib, exact["total_mib"])]
-        assert int(row[11]) == exact["largest_batch"] == plan.largest_batch(24 << 30)
+        assert int(row[11]) == exact["largest_batch"] == largest_batch(plan.options, 24 << 30)
         totals.append(plan.total_bytes)
         batches.append(exact["largest_batch"])
     assert totals == sorted(totals, reverse=True) and batches == sorted(batches)

@@ -18,9 +18,10 @@ from llmc.checkpoint.model_file import write_model
 from llmc.config import ModelConfig
 from llmc.flags import parse
 from llmc.kernels_cpu import not_installed
-from llmc.memory.plan import MIB, Plan
+from llmc.memory.plan import Plan
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.tables import num_parameters
+from llmc.memory.tuning import MIB
 from llmc.request import plan_options, settle_kernels
 
 WIDE = ModelConfig(max_seq_len=256, vocab_size=96, num_layers=6, num_heads=2, channels=128, padded_vocab_size=128)

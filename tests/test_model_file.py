@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.files import write_atomically
 from llmc.checkpoint.model_file import map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError
+from llmc.files import write_atomically
 
 CONFIG = ModelConfig(max_seq_len=5, vocab_size=7, num_layers=2, num_heads=3, channels=6, padded_vocab_size=8)
 # 8*6 wte + 5*6 wpe + 2 * (4*6 layernorms + 18*6+18 qkv + 6*6+6 attproj + 24*6+24 fc + 6*24+6 fcproj) + 2*6 lnf

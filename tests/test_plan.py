@@ -13,13 +13,17 @@ import pytest
 
 from llmc.cards import parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
+from llmc.memory.choose import largest_batch
 from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, kept_names, passes
-from llmc.memory.plan import ALIGNMENT, MIB, TUNING, Plan, PlanOptions, head_chunk_rows
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.report import allocation_lines, plan_table, usage_lines
+from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tables import (
     BACKWARD_STAGES, BLOCK_ACTIVATIONS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, num_parameters, parameter_shapes, resolve, sizes_of,
 )  # fmt: skip
+from llmc.memory.tuning import ALIGNMENT, MIB, TUNING
 
 REPO = Path(__file__).resolve().parent.parent
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
@@ -495,7 +499,7 @@ def test_largest_batch_is_exactly_the_largest(config, T, level):
     totals = [Plan(replace(o, B=B)).total_bytes for B in range(1, 41)]
     for budget in (totals[0] - 1, totals[0], totals[1] - 1, totals[6] - 1, totals[6], totals[7], totals[8], totals[20] - 1, totals[20]):
         fitting = [B for B, total in enumerate(totals, 1) if total <= budget]
-        assert Plan(o).largest_batch(budget) == max(fitting, default=0), f"budget {budget}"
+        assert largest_batch(o, budget) == max(fitting, default=0), f"budget {budget}"
 
 
 def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
@@ -509,12 +513,12 @@ def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
             fitting = [B for B, total in totals.items() if total <= budget]
             first = next(B for B, total in totals.items() if total > budget)
             assert max(fitting) > first + 8, "or it would be found without looking far"
-            assert Plan(o).largest_batch(budget) == max(fitting)
+            assert largest_batch(o, budget) == max(fitting)
 
 
 def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
     budget = 8 << 30
-    assert len({Plan(PlanOptions(D12, B, 1024)).largest_batch(budget) for B in (1, 4, 9)}) == 1
+    assert len({largest_batch(PlanOptions(D12, B, 1024), budget) for B in (1, 4, 9)}) == 1
 
 
 # ----------------------------------------------------------------------------
@@ -542,7 +546,8 @@ def test_plan_table_has_every_level_with_the_plan_s_own_numbers(asked, changes):
         want = (*plan.columns.values(), plan.total_bytes, plan.arenas["activations"] / 4)
         assert row[1:11] == [f"{n / MIB:.1f}" for n in want]
         more = [name for name in NOT_KEPT[level] if name not in names]
-        assert row[11:] == [str(plan.largest_batch(budget.bytes)), f"{extra_flops_percent(at_level):.1f}%", f"{cost.intensity:.0f}",
+        largest = largest_batch(plan.options, budget.bytes)
+        assert row[11:] == [str(largest), f"{extra_flops_percent(at_level):.1f}%", f"{cost.intensity:.0f}",
                             ("+ " if names else "") + ", ".join(more) or "nothing: all is kept"]  # fmt: skip
         totals.append(plan.total_bytes)
         names = NOT_KEPT[level]
@@ -571,7 +576,7 @@ def test_usage_lines_count_what_this_plan_already_holds():
     lines = usage_lines(plan, 3 * MIB, 10 * MIB, 5 << 30)
     assert lines[0] == "device memory usage: 3 MiB / 10 MiB"
     assert lines[1] == f"memory per sequence: {plan.bytes_per_sequence // MIB} MiB"
-    assert lines[2] == f" -> estimated maximum batch size: {plan.largest_batch((5 << 30) + plan.total_bytes)}"
+    assert lines[2] == f" -> estimated maximum batch size: {largest_batch(plan.options, (5 << 30) + plan.total_bytes)}"
 
 
 @pytest.mark.parametrize("arguments", [["--plan", "-e", "d48", "-b", "16", "-r", "2"], ["--help"], ["--version"]], ids=lambda a: a[0])

@@ -21,7 +21,8 @@ from llmc.config import config_from_descriptor
 from llmc.errors import UserError
 from llmc.memory.cost import step_cost
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters
 from scripts import profile
 from scripts.profile import Limits

@@ -7,7 +7,8 @@ import pytest
 
 from llmc.config import config_from_descriptor
 from llmc.flags import parse
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.record import RECORD_NAME, MemoryRecord
 
 

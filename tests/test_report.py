@@ -17,15 +17,17 @@ from test_loop import QUIET, inputs, ran, run, words_of
 from llmc.cards import CARDS, Budget, parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.errors import NotEnoughMemory
-from llmc.memory.choose import levels_of, ways_to_fit
+from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.report import (
     COLUMNS, bound, legend, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table,
 )  # fmt: skip
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.traffic import Network, step_traffic
+from llmc.memory.tuning import MIB
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
@@ -172,7 +174,7 @@ def test_each_level_of_the_json_has_the_promised_keys_and_the_plan_s_numbers(o, 
         plan, cost = Plan(mine), step_cost(mine, 3)
         assert row["total_mib"] == plan.total_bytes / MIB and row["host_mib"] == plan.host_bytes / MIB
         assert row["activation_mib_per_sequence"] == plan.arenas["activations"] / o.B / MIB
-        assert row["largest_batch"] == (plan.largest_batch(budget.bytes) if budget else None)
+        assert row["largest_batch"] == (largest_batch(plan.options, budget.bytes) if budget else None)
         assert row["extra_flops_percent"] == extra_flops_percent(mine)
         assert row["not_kept"] == list(NOT_KEPT[row["recompute"]])
         assert (row["flops_per_step"], row["bytes_per_step"], row["flops_per_byte"]) == (cost.flops, cost.bytes, cost.intensity)

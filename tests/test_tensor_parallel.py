@@ -36,7 +36,8 @@ from llmc.gpt2 import GPT2
 from llmc.layers.adamw import adamw_update
 from llmc.layers.fused_classifier import sliced_classifier_inplace
 from llmc.memory.layout import flat_layout, runs
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 pytestmark = pytest.mark.usefixtures("plain_torch")

@@ -16,9 +16,12 @@ from sent_program import Counting, sent_by
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import NOT_KEPT, segments
-from llmc.memory.plan import LAYER_SLOTS, RANK_NUMBERS, PlanOptions, layer_elements
+from llmc.memory.layout import LAYER_SLOTS
+from llmc.memory.options import PlanOptions
+from llmc.memory.rooms import layer_elements
 from llmc.memory.tables import num_parameters
 from llmc.memory.traffic import PURPOSES, Network, Sent, ring, step_traffic
+from llmc.memory.tuning import RANK_NUMBERS
 
 # 4 heads of 16; the last part of a vocabulary is padding
 CONFIG = ModelConfig(max_seq_len=16, vocab_size=61, num_layers=3, num_heads=4, channels=64, padded_vocab_size=64)

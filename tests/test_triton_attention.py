@@ -25,7 +25,7 @@ from test_layers import (  # noqa: F401
 
 from llmc.kernels.functions import triton_attention
 from llmc.memory.ladder import NOT_KEPT
-from llmc.memory.plan import ATTENTION_ROWS
+from llmc.memory.tuning import ATTENTION_ROWS
 
 # the interpreter is numpy, which tells of infinities
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

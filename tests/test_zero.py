@@ -14,8 +14,10 @@ from ranks_model import CONFIG, Ranks, case, whole
 
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import segments
-from llmc.memory.plan import LAYER_SLOTS, RANK_NUMBERS, layer_elements, outer_elements
+from llmc.memory.layout import LAYER_SLOTS
+from llmc.memory.rooms import layer_elements, outer_elements
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
+from llmc.memory.tuning import RANK_NUMBERS
 
 FORMS = {
     "fp32": {"precision": "fp32"},

@@ -6,7 +6,8 @@ import torch
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
-from llmc.memory.plan import Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 
 TINY = ModelConfig(max_seq_len=8, vocab_size=21, num_layers=2, num_heads=2, channels=16, padded_vocab_size=24)
 B, T, ACCUM = 2, 5, 2

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from llmc.files import DEBUG_STATE_MAGIC, HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.config import ModelConfig
 from llmc.errors import UserError
+from llmc.files import DEBUG_STATE_MAGIC, HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 DEBUG_STATE_VERSION = 2  # 1: before the vocabulary was padded

@@ -7,9 +7,9 @@ from itertools import chain
 
 import numpy as np
 
-from llmc.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically
 from llmc.config import ModelConfig
 from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
 
 VERSIONS = {"fp32": 3, "bf16": 5}

@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from llmc.checkpoint.writer import PIECE_BYTES, WriteAtOnce
 from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
+from llmc.checkpoint.writer import PIECE_BYTES, WriteAtOnce
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, Numbers, fingerprint
 from llmc.memory.layout import runs

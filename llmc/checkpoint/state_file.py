@@ -10,10 +10,10 @@ from itertools import chain
 
 import numpy as np
 
-from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
 from llmc.checkpoint.model_file import whole
 from llmc.data.shards import LoaderState
 from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
 from llmc.rand import STATE_STRUCT
 
 STATE_VERSION = 1

@@ -9,9 +9,9 @@ import re
 import tempfile
 from pathlib import Path
 
-from llmc.files import sync_folder, write_atomically
 from llmc.checkpoint.state_file import read_num_processes
 from llmc.errors import UserError, full_disk_or_denied
+from llmc.files import sync_folder, write_atomically
 
 
 def model_path(folder, step: int) -> Path:

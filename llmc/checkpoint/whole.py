@@ -8,7 +8,7 @@ import torch
 
 from llmc.layers.adamw import RoundingPiece, read_master
 from llmc.memory.layout import flat_layout
-from llmc.memory.plan import ROUNDING_BLOCK
+from llmc.memory.tuning import ROUNDING_BLOCK
 
 
 def whole_tensors(model, name):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
 from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
 
 EVAL_MAGIC, EVAL_VERSION = 20240522, 1
 START_EXAMPLE = 65535

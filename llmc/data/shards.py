@@ -14,8 +14,8 @@ import numpy as np
 
 from llmc.data.order import TokenOrder, token_order
 from llmc.data.remainder import Geometry, Remainder, pack
-from llmc.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
 from llmc.rand import MersenneTwister
 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1

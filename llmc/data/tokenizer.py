@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
 from llmc.config import GPT2_END_OF_TEXT, GPT2_VOCAB_SIZE
 from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
 
 TOKENIZER_MAGIC = 20240328
 REMAKE = "make it again with scripts/prepare_*.py"

@@ -16,7 +16,7 @@ from llmc.kernels.columns import finish_columns, matmul_dbias
 from llmc.kernels.door import (
     INTERPRETED, TILE_COLUMNS, TILE_ROWS, cdiv, fma, jit, narrow, next_power_of_2, range_of_program, tile, tl, widen,
 )  # fmt: skip
-from llmc.memory.plan import ATTENTION_ROWS
+from llmc.memory.tuning import ATTENTION_ROWS
 
 # keys that a tile of queries meets at a time, and queries that a tile of keys does: where heads have up to 64 channels, and more, for which
 # registers would else not suffice

@@ -12,7 +12,7 @@ from llmc.kernels_cpu.door import (
     prange, rounding_noise, select, sqrt, store, store_bits, store_rounded,
 )  # fmt: skip
 from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
-from llmc.memory.plan import ROUNDING_BLOCK
+from llmc.memory.tuning import ROUNDING_BLOCK
 
 CHUNK = 32 * ROUNDING_BLOCK  # elements that a thread does at a time: at most so much work is uneven
 M_SHARE, V_DECAY, V_SHARE, EPS, CLIP = (np.float32(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON, GRADIENT_CLIP))

@@ -22,7 +22,7 @@ from llmc.kernels_cpu.tiles import (
     LANES, close_tiles, join_factors, multiply, open_tiles, pack_left, pack_right, round_numbers, streams_lines, transpose_rows, values_of,
     whole_depth, write_row,
 )  # fmt: skip
-from llmc.memory.plan import ATTENTION_BLOCK as BLOCK
+from llmc.memory.tuning import ATTENTION_BLOCK as BLOCK
 
 LOWEST, LN2 = np.float32(-np.inf), np.float32(np.log(2))
 AT_ONCE = 4  # keys whose scores are compared before they are with the highest of those before

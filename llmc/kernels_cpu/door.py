@@ -130,7 +130,7 @@ def _or_nothing(read, *args):
 def sources():
     """A hash of what kernels are compiled from: their own files, and those whose constants they use."""
     folder = Path(__file__).resolve().parent
-    files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), folder.parent / "memory" / "plan.py"])
+    files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), folder.parent / "memory" / "tuning.py"])
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
 
 

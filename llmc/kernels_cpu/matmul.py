@@ -20,10 +20,10 @@ from llmc.kernels_cpu.tiles import (
     AMX, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
     values_of, write_row,
 )  # fmt: skip
-from llmc.memory.plan import MATMUL_BLOCK as BLOCK
-from llmc.memory.plan import MATMUL_DEPTH as DEPTH
-from llmc.memory.plan import MATMUL_PANEL as PANEL
-from llmc.memory.plan import even_part, whole
+from llmc.memory.tuning import MATMUL_BLOCK as BLOCK
+from llmc.memory.tuning import MATMUL_DEPTH as DEPTH
+from llmc.memory.tuning import MATMUL_PANEL as PANEL
+from llmc.memory.tuning import even_part, whole
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)  # how the left matrix is read
 # out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is factors of K numbers and of what fills up whole tiles: all that

@@ -15,7 +15,7 @@ from llmc.kernels_cpu.door import (
     AMX_FEATURES, F0, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, for_range, get_or_insert_function, global_constant, intrinsic, ir, load,
     nearest, place_of, processor_features, shared, store, types,
 )  # fmt: skip
-from llmc.memory.plan import TILE_ROWS as ROWS
+from llmc.memory.tuning import TILE_ROWS as ROWS
 
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4

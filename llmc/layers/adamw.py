@@ -17,7 +17,7 @@ import torch
 
 from llmc.backend import copy_in
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
-from llmc.memory.plan import ROUNDING_BLOCK
+from llmc.memory.tuning import ROUNDING_BLOCK
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 GRADIENT_CLIP = 1.0  # the gradient is scaled to this norm if it is above

@@ -4,13 +4,17 @@ Whether something fits is the plan's word, to the byte. What it costs is FLOPs, 
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import isqrt
 
 from llmc.errors import NotEnoughMemory
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT, goes_with
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
+from llmc.memory.rooms import plan_sizes
+from llmc.memory.tuning import MIB
 
 # what a way to fit costs beside FLOPs, in percent of a step's time: rough, and only to put the ways in order
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
@@ -47,12 +51,11 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
 
     total_sequences  of a step, which B must divide; None for any number      most  sequences that the data have; None for any
     """
-    smallest = Plan(replace(options, B=1))
-    fits = smallest.largest_batch(budget_bytes)
+    fits = largest_batch(options, budget_bytes)
     if not fits:
         raise NotEnoughMemory(
             f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: "
-            f"it needs {in_mib(smallest.total_bytes)} MiB",
+            f"it needs {in_mib(Plan(replace(options, B=1)).total_bytes)} MiB",
             replace(options, B=1), budget_bytes, total_sequences or 1,
         )  # fmt: skip
     limit = fits if most is None else max(1, min(fits, most))
@@ -66,6 +69,56 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
         reason += f", and {B} is the largest number up to that which fits"
         reason += f" and divides the {total_sequences} of a step" * bool(total_sequences)
     return B, reason
+
+
+def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
+    """The largest B whose whole plan fits in `budget_bytes`, whatever the B of the options; 0 if not even one sequence does.
+
+    Memory grows with B but for dips: placement is greedy and takes large tensors first, so it may find a better one where a tensor
+    gets larger than another; and the fewer heads there are the more copies of dq attention makes. So some B beyond the first that does
+    not fit are tried too, and where one fits it goes on from there.
+    """
+
+    @cache
+    def planned(B):
+        return Plan(replace(options, B=B))
+
+    def fits(B):
+        return planned(B).total_bytes <= budget_bytes
+
+    def reached_from(low):
+        """A B at or beyond one that fits, which fits while the next one does not."""
+        step = 1
+        while fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    if not fits(1):
+        return 0
+    heads, further = plan_sizes(options)["h"], 1
+    while further:
+        low = reached_from(further)
+        tried = {*range(low + 1, max(low + 9, options.processors // heads + 2)), *_overtaken(planned(low), planned(low + 1))}
+        further = max(filter(fits, tried), default=0)
+    return low
+
+
+def _overtaken(plan: Plan, one_more: Plan) -> set[int]:
+    """Each B beyond the plan's, by an eighth at most, from which on a tensor is larger than another that is larger now; and the one before,
+    where they may be equally large. one_more: the plan of one sequence more."""
+    low, sizes, next_sizes = plan.options.B, *({name: t.nbytes for name, t in each.tensors.items()} for each in (plan, one_more))
+    lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # and what a sequence adds
+    overtaken = set()
+    for (larger, slope), (smaller, steeper) in product(lines, lines):
+        if smaller < larger and slope < steeper:
+            ahead = (larger - smaller) // (steeper - slope) + 1
+            if ahead <= low // 8:
+                overtaken |= {low + ahead - 1, low + ahead} - {low}
+    return overtaken
 
 
 def largest_divisor(n: int, limit: int) -> int:

@@ -10,7 +10,8 @@ from math import prod
 
 from llmc.cards import Budget
 from llmc.memory.ladder import backward_schedule, segments
-from llmc.memory.plan import PlanOptions, head_chunk_rows, plan_sizes
+from llmc.memory.options import PlanOptions
+from llmc.memory.rooms import head_chunk_rows, plan_sizes
 from llmc.memory.tables import (
     ALL_ROWS_OF, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, STREAM, SUMS_ROWS, resolve,
 )  # fmt: skip

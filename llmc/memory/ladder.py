@@ -142,6 +142,16 @@ def again_stages(level: int) -> tuple[tuple[str, tuple], ...]:
     return (("again: ", FORWARD_STAGES),) if "residual3" in NOT_KEPT[level] else ()
 
 
+@cache
+def stage_line(level) -> tuple[str, ...]:
+    """All stages of a run, in the order of time; one block stands for every layer, as they share their transients."""
+    again = (prefix + s.name for prefix, stages in again_stages(level) for s in stages)
+    return (
+        "encoder", *(s.name for s in FORWARD_STAGES), "lnf", "head", "lnf_backward", *again,
+        *("backward: " + s.name for s in backward_schedule(level)), "encoder_backward", "update", "sample",
+    )  # fmt: skip
+
+
 # stages that are done in one pass where they follow each other: the numbers are the same, the memory is read once
 IN_ONE_PASS = {
     ("ln1_statistics", "ln1"): "ln1_forward",

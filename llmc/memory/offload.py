@@ -7,7 +7,8 @@ its own while the next block computes; backward fetches it two blocks ahead of i
 import torch
 
 from llmc.memory.arena import allocate_host
-from llmc.memory.plan import OFFLOAD_SLOTS, Plan
+from llmc.memory.plan import Plan
+from llmc.memory.tuning import OFFLOAD_SLOTS
 
 
 class ResidentResiduals:

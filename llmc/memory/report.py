@@ -5,15 +5,17 @@ from math import prod
 
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
-from llmc.memory.choose import levels_of, ways_to_fit
+from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
 from llmc.memory.columns import in_columns
 from llmc.memory.cost import bound, extra_flops_percent, least_ms, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import flat_layout
-from llmc.memory.plan import MIB, Plan, PlanOptions
+from llmc.memory.options import PlanOptions
+from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES
 from llmc.memory.traffic import Network
 from llmc.memory.traffic_report import traffic_columns, traffic_lines
+from llmc.memory.tuning import MIB
 
 PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations", "m": "AdamW optimizer state m",
                  "v": "AdamW optimizer state v", "master": "master copy of params",
@@ -50,7 +52,7 @@ def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) 
     return [
         f"device memory usage: {used_bytes // MIB} MiB / {total_bytes // MIB} MiB",
         f"memory per sequence: {plan.bytes_per_sequence // MIB} MiB",
-        f" -> estimated maximum batch size: {plan.largest_batch(free_bytes + plan.total_bytes)}",
+        f" -> estimated maximum batch size: {largest_batch(plan.options, free_bytes + plan.total_bytes)}",
     ]
 
 
@@ -68,7 +70,7 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             "host_mib": plan.host_bytes / MIB,
             "checkpoint_mib": plan.checkpoint_bytes / MIB,
             "activation_mib_per_sequence": plan.arenas["activations"] / o.B / MIB,
-            "largest_batch": plan.largest_batch(budget.bytes) if budget else None,
+            "largest_batch": largest_batch(plan.options, budget.bytes) if budget else None,
             "extra_flops_percent": extra_flops_percent(o),
             "flops_per_step": cost.flops,
             "bytes_per_step": cost.bytes,

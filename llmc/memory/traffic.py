@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from llmc.memory.ladder import backward_schedule, kept_names, segments
-from llmc.memory.layout import gradient_groups, weight_groups
-from llmc.memory.plan import RANK_NUMBERS, PlanOptions, weight_slot
+from llmc.memory.layout import gradient_groups, weight_groups, weight_slot
+from llmc.memory.options import PlanOptions
 from llmc.memory.tables import (
     ALL_ROWS_OF, BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, SUMMED_OVER_PARTS, SUMS_ROWS, parameter_shapes,
 )  # fmt: skip
+from llmc.memory.tuning import RANK_NUMBERS
 
 # purpose -> (among whom, whether computing waits for it). data: ranks with the same part of the model, parts: ranks with the same data
 PURPOSES = {

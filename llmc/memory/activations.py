@@ -1,0 +1,211 @@
+"""Every tensor of the activation arena: what it is for, how large it is, and in which stages it must survive."""
+
+from dataclasses import dataclass
+from math import prod
+
+from llmc.memory.ladder import kept_names, segments, stage_line, transient_lifetimes
+from llmc.memory.layout import LAYER_SLOTS
+from llmc.memory.options import PlanOptions
+from llmc.memory.rooms import (
+    NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_chunk_rows, head_sums, layer_elements, norm_partials, outer_elements,
+    plan_sizes, widens,
+)  # fmt: skip
+from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, resolve
+from llmc.memory.tuning import (
+    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, NORM_PARTIALS, OFFLOAD_SLOTS, RANK_NUMBERS, TILE_ROWS, TUNING, UPDATE_NUMBERS,
+)  # fmt: skip
+
+STEP = ("encoder", "encoder_backward")
+ARENA_PARTS = {
+    "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "gathered": ("gathered",), "scratch": ("scratch", "sample"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor of the activation arena. A kept tensor's shape has a leading L, or slots."""
+
+    name: str
+    purpose: str  # kept | shared | gradient | head | gathered | scratch | sample
+    shape: tuple[int, ...]
+    dtype: str
+    spans: tuple[tuple[str, str], ...]  # (first stage, last stage) it must survive
+    offset: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def activation_tensors(o: PlanOptions):
+    """Every tensor of the activation arena, not yet placed."""
+    sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients, "factor": o.factor_type}
+    rows = (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_rank_rows(o), *_update_rows(o), *_sample_rows(o))
+    for name, purpose, shape, dtype, *spans in rows:
+        yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
+
+
+def _block_rows(o: PlanOptions):
+    """(name, purpose, shape, dtype, *spans): what the blocks read and write, and what goes into the first."""
+    yield "inputs", "scratch", "B T", "int64", STEP
+    yield "encoded", "kept", "B s C", "act", STEP
+    kept = kept_names(o.recompute)
+    lifetimes = transient_lifetimes(o.recompute, o.gelu_fusion)
+    for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS):
+        if a.name == "residual3":
+            yield a.name, "kept", f"{1 + max(residual_slots(o))} {a.shape}", a.dtype, STEP
+        elif a.name in kept:
+            whole = o.keeps_gathered and a.name in ("ln1", "ln2")
+            yield a.name, "kept", "L B T C" if whole else "L " + a.shape, a.dtype, STEP
+        else:
+            yield a.name, "gradient" if a in BLOCK_GRADIENTS else "shared", a.shape, a.dtype, *lifetimes[a.name]
+    yield "dresidual", "gradient", "B s C", "act", ("lnf_backward", "encoder_backward")
+
+
+def _head_rows(o: PlanOptions):
+    """The last layernorm and the classifier. lnf becomes its own gradient, chunk by chunk."""
+    head = ("head", "head")
+    yield "targets", "scratch", "B T", "int64", ("encoder", "head")
+    yield "losses", "scratch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
+    last_norm = ("fcproj", "lnf_backward")  # it is one pass with the last block's last addition
+    yield "lnf", "head", "B s C", "act", last_norm
+    yield "lnf_mean", "head", "B s", "fp32", last_norm
+    yield "lnf_rstd", "head", "B s", "fp32", last_norm
+    yield "logits", "head", "R w", "act", head, ("sample", "sample")
+    if o.tensor_parallel > 1:
+        yield "head_rows", "gathered", "R C", "act", head
+        yield "head_targets", "gathered", "R", "int64", head
+        yield "all_logits", "gathered", "1 Vp", "act", ("sample", "sample")
+    if not o.fused or o.tensor_parallel > 1:
+        if o.precision != "fp32":
+            yield "classifier_rows", "head", "Rc w", "fp32", head
+        yield "classifier_stats", "head", "3 R", "fp32", head
+    if head_sums(o):
+        yield "dwte_sum", "head", "w C", "fp32", head
+        yield "dwte_group", "head", "w C", "bf16", head
+    if o.gradients != o.precision and widens(o):
+        yield (
+            "head_widened",
+            "head",
+            str(head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels)),
+            "fp32",
+            head,
+        )
+
+
+def _working_rows(o: PlanOptions):
+    """Working room of the layers."""
+    backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
+    if widens(o):
+        yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.matmul == "widened" else backward
+    if o.matmul == "numba":
+        yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL + TILE_ROWS} Nf", "factor", STEP
+        yield "matmul_sums", "scratch", f"Rm {MATMUL_PANEL}", "fp32", STEP
+        yield "matmul_packed", "scratch", "Pm Nf", "factor", STEP
+    if o.attention_kind == "cpu":
+        stages = (s for s in stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
+        spans = [(s, s) for s in stages]
+        for name, shape, dtype in NUMBA_ATTENTION if o.kernel_set == "numba" else TORCH_ATTENTION:
+            yield f"attention_{name}", "scratch", shape, dtype, *spans
+    if o.attention_kind == "triton":
+        for name, shape, dtype in TRITON_ATTENTION:
+            yield f"attention_{name}", "scratch", shape, dtype, ("backward: attention_backward",) * 2
+    if o.gelu_fusion:
+        yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
+    if o.fused:
+        yield "column_partials", "scratch", "Pc 4C", "fp32", backward
+        # there before a step begins, so that all of the step can be one graph
+        yield "token_order", "scratch", "B T", "int32", STEP
+        yield "token_groups", "scratch", f"2 {o.B * o.T + 1}", "int32", STEP
+        yield "token_seed", "scratch", "1", "int32", STEP
+        return
+    yield "rows", "scratch", "4 Rn C", "fp32", STEP
+    yield "row_stats", "scratch", "2 Rn", "fp32", STEP
+    yield "column_sums", "scratch", "2 4C", "fp32", backward
+    if o.precision != "fp32":
+        yield "encoder_rows", "scratch", "B T C", "fp32", encoder
+    yield "encoder_sums", "scratch", "T C" if o.gradients == "fp32" else "B T C", "fp32", encoder
+    if o.gradients != "fp32":
+        yield "encoder_gathered", "scratch", "B T C", "act", encoder
+
+
+def _rank_rows(o: PlanOptions):
+    """With several ranks: layers of what is sharded, whole, and shares of what is not, packed like those that are.
+
+    With tensor parallelism: the stream of all parts, wherever a matmul needs it, in one place; and a layer's tensor, for a checkpoint.
+    """
+    if o.world == 1:
+        return
+    update = ("update", "update")
+    yield "rank_numbers", "scratch", f"{o.world} {RANK_NUMBERS}", "fp32", update
+    if o.tensor_parallel > 1:
+        yield "stream", "gathered", "B T C", "act", STEP
+        yield "own_inputs", "gathered", "B T", "int64", ("encoder", "encoder")
+        # all parts of qkvw, or of another with its padding
+        biggest = max(4 * o.config.channels // o.tensor_parallel, 3 * plan_sizes(o)["k"]) * o.config.channels
+        yield "whole_tensor", "gathered", str(biggest * o.tensor_parallel), "fp32", update
+        yield "part_tensor", "gathered", str(biggest), "fp32", update
+    if o.ranks == 1:
+        return
+    layer, outer = layer_elements(o), outer_elements(o)
+    if o.zero_stage >= 3:
+        yield "layer_weights", "gathered", f"{LAYER_SLOTS} {layer}", "act", STEP, ("sample", "sample")
+        yield "outer_weights", "gathered", str(outer), "act", ("encoder", "lnf_backward"), ("sample", "sample")
+    if o.zero_stage >= 2:
+        yield "layer_gradients", "gathered", f"{LAYER_SLOTS} {layer}", "grad", ("lnf_backward", "encoder_backward")
+        # with the bias whose gradient the last layernorm takes
+        yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
+    share = str(o.num_parameters // o.ranks)
+    if o.zero_stage < 2 and o.shares:
+        # sums of micro-steps survive them
+        yield "gradient_share", "gathered", share, "grad", ("encoder", "update") if o.reduces_always else update
+    if 1 <= o.zero_stage < 3:
+        yield "parameter_share", "gathered", share, "act", update
+
+
+def _update_rows(o: PlanOptions):
+    """The global norm, and pieces of what is kept in bf16, widened; fused, the pieces are a checkpoint's alone."""
+    update = ("update", "update")
+    norm_work = min(TUNING[o.device].update_elements, o.num_parameters)
+    if o.rounds:
+        yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
+        yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
+    yield "grad_norm", "scratch", "1", "fp32", update
+    yield "loss_sum", "scratch", "1", "fp32", update
+    yield "norm_partials", "scratch", str(NORM_PARTIALS if o.fused else norm_partials(o)), "fp32", update
+    if o.precision != "fp32" and not o.keeps_master:
+        yield "update_parameter", "scratch", "U", "fp32", update
+    if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whoever updates them
+        yield "update_m", "scratch", "U", "fp32", update
+        yield "update_v", "scratch", "U", "fp32", update
+    if o.fused:
+        yield "update_layout", "scratch", "16 5", "int64", update
+        yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
+        return
+    if o.gradients != "fp32":
+        yield "norm_work", "scratch", str(norm_work), "fp32", update
+        yield "update_gradient", "scratch", "U", "fp32", update
+    if o.optimizer_state != "fp32":
+        yield "noise_moments", "scratch", "U", "int32", update
+
+
+def _sample_rows(o: PlanOptions):
+    """One row through the model, and the keys and values of the positions before it."""
+    sample = ("sample", "sample")
+    yield "kv_cache", "sample", "L 2 G k", "act", sample
+    for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3k"), ("atty", "k"), ("fch", "4f")):
+        yield f"sample_{name}", "sample", "1 " + shape, "act", sample
+    yield "sample_stats", "sample", "2 1", "fp32", sample
+    if not o.fused:
+        yield "sample_rows", "sample", "4 1 4C", "fp32", sample
+
+
+def residual_slots(o: PlanOptions) -> tuple[int, ...]:
+    """For every layer, which slot of the tensor residual3 its output takes."""
+    L = o.config.num_layers
+    return tuple(l % OFFLOAD_SLOTS if o.offload_residual else segments(o.recompute, L).slot(l) for l in range(L))
+
+
+def arena_parts(o: PlanOptions) -> dict[str, tuple[str, ...]]:
+    """Columns of the plan's table that the activation arena is made of -> purposes of tensors."""
+    return {part: purposes for part, purposes in ARENA_PARTS.items() if part != "gathered" or o.world > 1}

@@ -1,0 +1,44 @@
+"""Where tensors lie in an arena in which those whose lifetimes do not meet may share bytes."""
+
+from bisect import insort
+from dataclasses import replace
+
+from llmc.memory.tuning import ALIGNMENT, whole
+
+
+def place(tensors, stages):
+    """Give every tensor an offset: largest first, each at the lowest gap free of tensors it is alive together with."""
+    at = {stage: i for i, stage in enumerate(stages)}
+
+    def lifetime(tensor) -> int:
+        """A bit for every stage in which it is alive."""
+        bits = 0
+        for first, last in tensor.spans:
+            bits |= (2 << at[last]) - (1 << at[first])
+        return bits
+
+    placed, ranges = [], []  # (offset, end, lifetime), by offset
+    for tensor, nbytes in sorted(((t, t.nbytes) for t in tensors), key=lambda each: (-each[1], each[0].name)):
+        alive, offset = lifetime(tensor), 0
+        for start, end, others in ranges:
+            if alive & others:
+                if offset + nbytes <= start:
+                    break
+                offset = max(offset, end)
+        insort(ranges, (offset, whole(offset + nbytes, ALIGNMENT), alive))
+        placed.append(replace(tensor, offset=offset))
+    return placed
+
+
+def extent(tensors) -> int:
+    """Bytes of the arena that they need where they were placed."""
+    return max(whole(t.offset + t.nbytes, ALIGNMENT) for t in tensors)
+
+
+def bytes_covered(ranges) -> int:
+    """Bytes that at least one of the (start, end) ranges covers."""
+    total, reach = 0, 0
+    for start, end in sorted(ranges):
+        total += max(0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
