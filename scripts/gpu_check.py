@@ -30,7 +30,7 @@ import torch
 from llmc.backend import open_backend
 from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
-from llmc.memory import plan as memory_plan
+from llmc.memory import rooms
 from llmc.memory.options import PlanOptions
 from scripts import gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_lost, free_memory, last_lines, new_record
@@ -244,7 +244,7 @@ def prepare(argv) -> Run:
     dry = args.dry_run or not torch.cuda.is_available()
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so before anything imports them
-        memory_plan.COLUMN_PARTIALS = memory_plan.NORM_PARTIALS = 4  # each is a program to interpret
+        rooms.COLUMN_PARTIALS = rooms.NORM_PARTIALS = 4  # each is a program to interpret
         if not args.dry_run:
             print("no CUDA device here, so this is a dry run: tiny sizes on the CPU, and numbers that mean nothing about a GPU")
     backend = open_backend("cpu" if dry else "cuda", 0, True)

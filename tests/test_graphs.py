@@ -18,7 +18,7 @@ from whole_steps import build, put_back, trained
 
 from llmc.errors import UserError
 from llmc.graphs import Graphs, capture_cuda_graph
-from llmc.memory import plan as plan_module
+from llmc.memory import rooms
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a card tests/test_cuda.py has real graphs")
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a card tes
 @pytest.fixture
 def no_grad(monkeypatch):
     """As the program runs, with partial sums that the interpreter can afford."""
-    monkeypatch.setattr(plan_module, "COLUMN_PARTIALS", 2)
-    monkeypatch.setattr(plan_module, "NORM_PARTIALS", 4)
-    sized_chunks(monkeypatch, 512, 512)
+    monkeypatch.setattr(rooms, "COLUMN_PARTIALS", 2)
+    monkeypatch.setattr(rooms, "NORM_PARTIALS", 4)
+    sized_chunks(monkeypatch, 2048, 2048)
     with torch.no_grad():
         yield
 

@@ -39,7 +39,7 @@ from llmc.distributed.tensor_parallel import Divided
 from llmc.gpt2 import GPT2
 from llmc.layers import torch_operations
 from llmc.layers.adamw import piece_noise, pieces_of
-from llmc.memory import plan as plan_module
+from llmc.memory import rooms
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -911,8 +911,8 @@ precisions = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.fixture
 def few_partials(monkeypatch):
     """What a card works on side by side, the interpreter does one after the other."""
-    monkeypatch.setattr(plan_module, "COLUMN_PARTIALS", 2)
-    monkeypatch.setattr(plan_module, "NORM_PARTIALS", 8)
+    monkeypatch.setattr(rooms, "COLUMN_PARTIALS", 2)
+    monkeypatch.setattr(rooms, "NORM_PARTIALS", 8)
     if DEVICE == "cpu":
         sized_chunks(monkeypatch, 1024, 1024)
 

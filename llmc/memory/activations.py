@@ -7,12 +7,12 @@ from llmc.memory.ladder import kept_names, segments, stage_line, transient_lifet
 from llmc.memory.layout import LAYER_SLOTS
 from llmc.memory.options import PlanOptions
 from llmc.memory.rooms import (
-    NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_chunk_rows, head_sums, layer_elements, norm_partials, outer_elements,
-    plan_sizes, widens,
+    NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_chunk_rows, head_sums, layer_elements, outer_elements, plan_sizes,
+    widens,
 )  # fmt: skip
 from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, resolve
 from llmc.memory.tuning import (
-    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, NORM_PARTIALS, OFFLOAD_SLOTS, RANK_NUMBERS, TILE_ROWS, TUNING, UPDATE_NUMBERS,
+    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, OFFLOAD_SLOTS, RANK_NUMBERS, TILE_ROWS, TUNING, UPDATE_NUMBERS,
 )  # fmt: skip
 
 STEP = ("encoder", "encoder_backward")
@@ -172,7 +172,7 @@ def _update_rows(o: PlanOptions):
         yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
     yield "grad_norm", "scratch", "1", "fp32", update
     yield "loss_sum", "scratch", "1", "fp32", update
-    yield "norm_partials", "scratch", str(NORM_PARTIALS if o.fused else norm_partials(o)), "fp32", update
+    yield "norm_partials", "scratch", "Np", "fp32", update
     if o.precision != "fp32" and not o.keeps_master:
         yield "update_parameter", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whoever updates them

@@ -6,7 +6,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes, resolve, sizes_of
 from llmc.memory.tuning import (
     ATTENTION_BLOCK, ATTENTION_ROWS, CHECKPOINT_ELEMENTS, COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, HEAD_GROUP, MATMUL_BLOCK, MATMUL_PANEL,
-    MATMUL_ROWS, ROUNDING_BLOCK, TILE_DEPTH, TUNING, even_part, whole,
+    MATMUL_ROWS, NORM_PARTIALS, ROUNDING_BLOCK, TILE_DEPTH, TUNING, even_part, whole,
 )  # fmt: skip
 
 # working room of attention on a CPU, and of Triton's: (name, shape, dtype)
@@ -25,9 +25,9 @@ TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
     """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
-    quarter of them of GELU), Rw that fit the room of widened factors, U elements of the update, G positions of a sample; of attention on
-    a CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers, of Triton's Ta tiles of a sequence; and what
-    _attention_sizes and _matmul_sizes add."""
+    quarter of them of GELU), Pc and Np partial sums of columns and of the norm, Rw rows that fit the room of widened factors, U elements
+    of the update, G positions of a sample; of attention on a CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers,
+    of Triton's Ta tiles of a sequence; and what _attention_sizes and _matmul_sizes add."""
     tuning = TUNING[o.device]
     rows = o.B * o.T
     lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
@@ -37,6 +37,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "Rc": classifier_rows(o),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
         "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
+        "Np": NORM_PARTIALS if o.fused else norm_partials(o),
         "Rw": max(1, min(rows, tuning.widened_rows)),
         "U": update_room(o),
         "G": max(1, min(o.sample_length, o.config.max_seq_len)),
