@@ -11,6 +11,7 @@ import pickle
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -56,11 +57,14 @@ def build(o, data, parts, everyone) -> GPT2:
     return GPT2(plan, sharing=Sharing(plan, data, Divided(parts) if parts.size > 1 else Undivided(), everyone))
 
 
-def sent_by(o, micro_steps, data, parts, everyone) -> dict:
-    """What a step of a rank sends in each of its groups: data, parts, all."""
+def sent_by(o, micro_steps, data, parts, everyone, computes=True) -> dict:
+    """What a step of a rank sends in each of its groups: data, parts, all. Without computing anything it is the same."""
     named = {"data": data, "parts": parts} | ({} if everyone is data else {"all": everyone})
     model, steps = build(o, data, parts, everyone), []
-    model.init_random()
+    if computes:
+        model.init_random()
+    else:
+        model.ops = SimpleNamespace(**dict.fromkeys(vars(model.ops), lambda *_, **__: None))
     for n in range(STEPS):
         before = {among: group.sent.copy() for among, group in named.items()}
         inputs, targets = np.random.default_rng(n).integers(0, o.config.vocab_size, (2, o.B, o.T))

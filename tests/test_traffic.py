@@ -42,9 +42,9 @@ def case(ranks=1, parts=1, stage=0, *, layers=3, level=1, keep=False, config=CON
 
 
 def counted(o, micro_steps=1) -> Counter:
-    """(among, kind) -> bytes that a step of a real model asks to send."""
+    """(among, kind) -> bytes that a step of a real model asks to send. What real ranks send, which compute, is counted below."""
     data, parts = Counting(o.ranks), Counting(o.tensor_parallel)
-    return flat(sent_by(o, micro_steps, data, parts, data if o.tensor_parallel == 1 else Counting(o.world)))
+    return flat(sent_by(o, micro_steps, data, parts, data if o.tensor_parallel == 1 else Counting(o.world), computes=False))
 
 
 def flat(sent: dict) -> Counter:
