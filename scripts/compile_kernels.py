@@ -3,9 +3,11 @@
 
     python scripts/compile_kernels.py                    sm80, sm90 and sm100, at GPT-2's widths
     python scripts/compile_kernels.py --capability 90 --resources
+    python scripts/compile_kernels.py --capability 80 100 --once
 
 The launches of real training steps are recorded, in every form of weights, gradients and optimizer state, and each kind is
-compiled down to machine code. --resources prints registers, spills and shared memory, where cuobjdump is at hand.
+compiled down to machine code; with --once the first kind of each kernel alone. --resources prints registers, spills and shared
+memory, where cuobjdump is at hand.
 """
 
 import argparse
@@ -64,7 +66,7 @@ def record_attention(channels):
 def recorded_launches(channels, forms=FORMS) -> dict:
     """What steps launch: (kernel's name, types of arguments, constants, warps) -> (kernel, args, constants, warps).
 
-    Matmuls, and torch's attention, run on the CPU; kernels do not, so the numbers mean nothing.
+    Torch's attention runs on the CPU; kernels and matmuls do not, so the numbers mean nothing.
     """
     found = {}
 
@@ -80,6 +82,8 @@ def recorded_launches(channels, forms=FORMS) -> dict:
         for form in forms:
             config = replace(SMALL, channels=channels)
             model = GPT2(Plan(PlanOptions(config, 1, 16, kernels="triton", recompute=2, sample_length=4, **form)))
+            for name in ("matmul_forward", "matmul_dinput", "matmul_dweight"):
+                setattr(model.ops, name, lambda *_, **__: None)
             tokens = np.zeros((1, 16), np.int64)
             for micro_step in range(2):
                 model.forward(tokens)
@@ -121,12 +125,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities [80 90 100]")
     parser.add_argument("--channels", type=int, nargs="+", default=[768, 1600], help="model widths [768 1600]")
+    parser.add_argument("--once", action="store_true", help="one kind of launch of each kernel, not all")
     parser.add_argument("--resources", action="store_true", help="print registers, spills and shared memory of each")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     count = 0
     for channels in args.channels:
         launches = recorded_launches(channels)
+        if args.once:
+            first = {key[:2]: key for key in reversed(launches)}
+            launches = {key: launches[key] for key in first.values()}
         for capability in args.capability:
             for (module, name, types, constants, warps), launch in launches.items():
                 compiled = door.compile_only(*launch, capability)

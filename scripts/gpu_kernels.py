@@ -357,7 +357,10 @@ ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("",
 WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
 # operation -> (module of llmc.kernels, constant, values to try)
 SWEEPS = {
-    "encoder_forward": (ROWS,), "encoder_backward": (("encoder", "COLUMNS", (256, 512, 1024)), ("encoder", "UNROLL", (4, 8, 16, 32))),
+    "encoder_forward": (ROWS,),
+    "encoder_backward": (
+        ("encoder", "COLUMNS", (256, 512, 1024)), ("encoder", "UNROLL", (4, 8, 16, 32)), ("encoder", "BATCH_UNROLL", (2, 4, 8, 16)),
+    ),
     "layernorm_forward": (ROWS,), "residual_layernorm_forward": (ROWS,), "layernorm_normalize": (ROWS,),
     "layernorm_backward": (ROWS, PARTIALS),
     "gelu_forward": (("gelu", "ELEMENTS", (1024, 2048, 4096, 8192)),),

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
+
 from llmc.backend import Backend
 from llmc.config import config_from_descriptor
 from llmc.data.shards import open_shard
 from llmc.graphs import Graphs
 from llmc.layers.matmul import matmul_dweight
-from llmc.memory import rooms
 from scripts import gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
@@ -240,9 +241,7 @@ def replayed_on_a_cpu(monkeypatch):
 def test_a_step_with_graphs_is_the_program_s_and_its_losses_are_those_without(run, monkeypatch):
     """Three steps: one as it comes, one captured, one replayed."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(rooms, "COLUMN_PARTIALS", 2)
-    monkeypatch.setattr(rooms, "NORM_PARTIALS", 2)
-    monkeypatch.setattr("llmc.kernels.adamw.ELEMENTS", 8192)  # fewer turns of its loop to interpret
+    little_to_interpret(monkeypatch)
     run.kernels, asked, losses = "triton", replayed_on_a_cpu(monkeypatch), {}
     with torch.no_grad():
         for graphs in (True, False):

@@ -12,23 +12,20 @@ import torch
 
 pytest.importorskip("triton", reason="no triton here, and graphs are of its kernels: python -m pip install triton")
 
+from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
 from recorded_graph import RecordedGraph
-from test_kernels import patched_once, sized_chunks  # noqa: F401  (a fixture, which makes the interpreter twice as fast)
 from whole_steps import build, put_back, trained
 
 from llmc.errors import UserError
 from llmc.graphs import Graphs, capture_cuda_graph
-from llmc.memory import rooms
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a card tests/test_cuda.py has real graphs")
 
 
 @pytest.fixture
 def no_grad(monkeypatch):
-    """As the program runs, with partial sums that the interpreter can afford."""
-    monkeypatch.setattr(rooms, "COLUMN_PARTIALS", 2)
-    monkeypatch.setattr(rooms, "NORM_PARTIALS", 4)
-    sized_chunks(monkeypatch, 2048, 2048)
+    """As the program runs, with kernels that the interpreter can afford."""
+    little_to_interpret(monkeypatch)
     with torch.no_grad():
         yield
 

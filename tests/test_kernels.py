@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from case_a import CONFIG, write_case_a
+from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
 from oracle import assert_as_good_as_eager
 from test_layers import (
     DTYPES, bits, classifier_case, dtypes, encoder_scratch, judge, judge_classifier, layernorm_case, noise,
@@ -39,7 +40,6 @@ from llmc.distributed.tensor_parallel import Divided
 from llmc.gpt2 import GPT2
 from llmc.layers import torch_operations
 from llmc.layers.adamw import piece_noise, pieces_of
-from llmc.memory import rooms
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -64,7 +64,8 @@ shapes = pytest.mark.parametrize("B, T, C", SHAPES)
 FORMS = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]
 forms = pytest.mark.parametrize("dtype, grad_dtype", FORMS, ids=["fp32", "bf16", "bf16-fp32"])
 accumulates = pytest.mark.parametrize("accumulate", [False, True], ids=["write", "add"])
-partial_sums = pytest.mark.parametrize("P", [2, 8])
+# how many partial sums there are, and whether their sum is added: the one does not know of the other
+sums = pytest.mark.parametrize("P, accumulate", [(2, True), (8, False)], ids=["2-add", "8-write"])
 
 
 class OnDevice:
@@ -98,24 +99,6 @@ def kernels():
 def own():
     """The name a plan has for these kernels."""
     return "triton"
-
-
-@pytest.fixture(autouse=True)
-def patched_once(monkeypatch):
-    """The interpreter patches triton.language for a kernel, and anew at every call of a helper, which is half of its time: once will do."""
-    if DEVICE == "cpu":
-        from triton.runtime.interpreter import InterpretedFunction
-
-        plain, patched = InterpretedFunction.__call__, set()
-
-        def call(self, *args, **kwargs):
-            module = self.fn.__module__
-            if module in patched:
-                return self.rewrite()(*args, **kwargs)
-            patched.add(module)
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(InterpretedFunction, "__call__", call)
 
 
 @pytest.fixture(autouse=True)
@@ -421,8 +404,7 @@ def test_layernorm_of_a_constant_row_is_its_bias(kernels, dtype):
 
 @dtypes
 @shapes
-@partial_sums
-@accumulates
+@sums
 def test_layernorm_backward(kernels, B, T, C, dtype, P, accumulate):
     """dresidual is always added to; what is summed over rows is written, whatever it held, when accumulate is False."""
     inp, weight, bias = layernorm_case(B, T, C, dtype)
@@ -504,8 +486,7 @@ def same_gelu(a, b, own):
 
 @dtypes
 @shapes
-@partial_sums
-@accumulates
+@sums
 def test_gelu_both_ways_has_torch_s_bits_and_sums_the_bias_below_its_gradient(kernels, own, B, T, C, dtype, P, accumulate):
     """Triton's in bf16 within what same_gelu allows.
 
@@ -583,8 +564,7 @@ PACKS = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 9, 768, 12), (6, 100, 12, 2)]  # B, T,
 
 @forms
 @pytest.mark.parametrize("B, T, C, NH", PACKS)
-@partial_sums
-@accumulates
+@sums
 def test_packed_gradients_have_torch_s_bits_and_their_sum_is_the_bias_s(kernels, B, T, C, NH, dtype, grad_dtype, P, accumulate):
     """From gradients laid out as a kernel likes, (B, NH, T, HS) or (B, T, NH, HS), also all three side by side."""
     by_heads = [noise(B, NH, T, C // NH, dtype=dtype, seed=i) for i in range(3)]
@@ -616,8 +596,7 @@ def test_gradients_in_fp32_are_packed_into_bf16_rounded_to_nearest(kernels, B, T
 
 @forms
 @shapes
-@partial_sums
-@accumulates
+@sums
 def test_a_bias_of_its_own_is_the_sum_over_rows(kernels, B, T, C, dtype, grad_dtype, P, accumulate):
     dout = noise(B, T, C, dtype=dtype, seed=1)
     before, dbias = started(C, grad_dtype, accumulate)
@@ -713,12 +692,8 @@ updates = pytest.mark.parametrize("dtype, master", UPDATES, ids=["fp32", "master
 def small_chunks(monkeypatch):
     """Programs of two turns each, where every turn takes time."""
     if DEVICE == "cpu":
-        sized_chunks(monkeypatch, 4096, 2048)
-
-
-def sized_chunks(monkeypatch, chunk, elements):
-    monkeypatch.setattr("llmc.kernels.adamw.CHUNK", chunk)
-    monkeypatch.setattr("llmc.kernels.adamw.ELEMENTS", elements)
+        monkeypatch.setattr("llmc.kernels.adamw.CHUNK", 4096)
+        monkeypatch.setattr("llmc.kernels.adamw.ELEMENTS", 2048)
 
 
 def update_scratch(tensors):
@@ -910,11 +885,7 @@ precisions = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 @pytest.fixture
 def few_partials(monkeypatch):
-    """What a card works on side by side, the interpreter does one after the other."""
-    monkeypatch.setattr(rooms, "COLUMN_PARTIALS", 2)
-    monkeypatch.setattr(rooms, "NORM_PARTIALS", 8)
-    if DEVICE == "cpu":
-        sized_chunks(monkeypatch, 1024, 1024)
+    little_to_interpret(monkeypatch)
 
 
 def build(kernels, precision, config=TINY, own_bytes=False, B=B, T=T, **options) -> GPT2:
@@ -1109,8 +1080,8 @@ def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise
 
 def test_golden_losses_of_llmc(own, few_partials, tmp_path, monkeypatch):
     """The first five steps of case A in fp32, interpreted three, to 2e-4; its norms to 1e-3."""
-    if interpreted(own):  # fewer, larger programs are faster then
-        sized_chunks(monkeypatch, 1 << 14, 1 << 14)
+    if interpreted(own):
+        little_to_interpret(monkeypatch, 1 << 14)
     case = write_case_a(tmp_path)
     golden = [json.loads(line) for line in (REPO / "tests/golden/train_A.jsonl").read_text().splitlines()]
     model = GPT2(Plan(PlanOptions(CONFIG, 4, 32, "fp32", kernels=own, recompute=2, device=DEVICE)), DEVICE)

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="no triton here, and so no kernels: python -m pip install triton")
 
+from interpreter import quick_interpreter  # noqa: F401  (a fixture)
 from test_kernels import (  # noqa: F401
-    BF16, DEVICE, NOISE, OnDevice, accumulate_gradients, batch, build, distance, few_partials, one_step, patched_once, poison,
+    BF16, DEVICE, NOISE, OnDevice, accumulate_gradients, batch, build, distance, few_partials, one_step, poison,
     prepared_device,
 )  # fmt: skip
 from test_layers import (  # noqa: F401

@@ -1,7 +1,8 @@
 """Token and position embeddings: see llmc/layers/encoder.py.
 
 Backward has no atomics: the loader has grouped the positions by token, and one program adds the rows of one token, in order
-of position, and writes its gradient once. Rows of a few positions are fetched together, which hides most of the wait.
+of position, and writes its gradient once. Rows of a few positions are fetched together, which hides most of the wait: bits do not
+depend on how many.
 """
 
 from llmc.kernels import door
@@ -9,7 +10,8 @@ from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, roundi
 from llmc.layers.encoder import stage_encoder_backward
 
 COLUMNS = 1024
-UNROLL = 16
+UNROLL = 16  # positions of a token
+BATCH_UNROLL = 8  # rows of a position
 
 
 @jit
@@ -98,7 +100,7 @@ def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumu
         dwpe[T:].zero_()
     door.launch(
         _encoder_backward_positions, (T, blocks), dwpe, dout, B, T, C, dwte.shape[0], scratch["token_seed"],
-        IN_FP32=in_fp32, ACCUMULATE=bool(accumulate), COLUMNS=columns, UNROLL=8, num_warps=4,
+        IN_FP32=in_fp32, ACCUMULATE=bool(accumulate), COLUMNS=columns, UNROLL=BATCH_UNROLL, num_warps=4,
     )  # fmt: skip
     door.launch(
         _encoder_backward_tokens, (B * T, blocks), dwte, dout, scratch["token_order"], starts, tokens, C, scratch["token_seed"],
