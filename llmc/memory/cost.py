@@ -37,12 +37,12 @@ class Cost:
 
 def step_cost(o: PlanOptions, grad_accum_steps: int = 1) -> Cost:
     """The cost of a step of `grad_accum_steps` micro-steps of B sequences."""
-    L = o.config.num_layers
+    L, sizes = o.config.num_layers, plan_sizes(o)
     again = sum(map(len, segments(o.recompute, L).again))
-    flops, n_bytes = _head(o)
+    flops, n_bytes = _head(o, sizes)
     for stages, times in ((FORWARD_STAGES, L + again), (backward_schedule(o.recompute), L)):
         for stage in stages:
-            stage_flops, stage_bytes = _stage(o, stage)
+            stage_flops, stage_bytes = _stage(o, sizes, stage)
             flops += times * stage_flops
             n_bytes += times * stage_bytes
     return Cost(grad_accum_steps * flops, grad_accum_steps * n_bytes + _update_bytes(o))
@@ -53,8 +53,7 @@ def extra_flops_percent(o: PlanOptions) -> float:
     return 100 * (step_cost(o).flops / step_cost(replace(o, recompute=0)).flops - 1)
 
 
-def _stage(o, stage) -> tuple[int, int]:
-    sizes = plan_sizes(o)
+def _stage(o, sizes, stage) -> tuple[int, int]:
     types = {"act": o.precision}
     of_all_parts = (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
     n_bytes = 0
@@ -69,9 +68,8 @@ def _stage(o, stage) -> tuple[int, int]:
     return prod(resolve(stage.flops, sizes)), n_bytes
 
 
-def _head(o) -> tuple[int, int]:
+def _head(o, sizes) -> tuple[int, int]:
     """Embedding, last layernorm and classifier, both ways. Logits are written, read and written as their gradient, and read twice."""
-    sizes = plan_sizes(o)
     element, grad = DTYPE_BYTES[o.precision], DTYPE_BYTES[o.gradients]
     rows, C, w = o.B * o.T, o.config.channels, sizes["w"]
     own_rows = rows // o.tensor_parallel
