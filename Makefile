@@ -28,11 +28,13 @@ train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
 
 # a process per core, one thread each, and every file in one process: some files start ranks that share what a fixture made
+workers := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(python) -m pytest $(workers)
 
 test-dist: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) --dist loadfile $(ranks:%=tests/test_%.py)
+	OMP_NUM_THREADS=1 $(python) -m pytest $(workers) $(ranks:%=tests/test_%.py)
 
 test-gpu: $(VENV)/installed-test
 	$(python) -m pytest -m "gpu or kernels"

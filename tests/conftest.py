@@ -15,6 +15,10 @@ import torch  # noqa: E402
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / "shared"  # reference material beside the checkout; users do not have it
 
+# files that take a minute or more of a core, longest first: a process that is done with its own finds another short one to the end
+LONG = """kernels_cpu kernels resume tensor_parallel failure errors zero gpt2 memory ranks async_checkpoint kernels_ptx parts_program layers
+forms traffic report choose plan rendezvous graphs triton_attention""".split()
+
 # before any kernel is defined: without a card Triton's interpreter runs them, on CPU tensors
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -63,7 +67,9 @@ def interprets_no_kernels() -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu are skipped, with the reason, where there is no CUDA device."""
+    """Long files first. Tests marked gpu are skipped, with the reason, where there is no CUDA device."""
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
