@@ -27,7 +27,8 @@ ranks  := async_checkpoint failure group parts_program place ranks remainder ren
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
 
-# a process per core, one thread each, and every file in one process: some files start ranks that share what a fixture made
+# a process per core, one thread each, and every file in one process: some files start ranks that share what a fixture made. In the order of
+# tests/conftest.py, long files first; pytest-xdist's own is by the number of tests
 workers := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-test
@@ -60,7 +61,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(python) -m pip install --quiet --disable-pip-version-check pytest pytest-xdist transformers safetensors pyarrow matplotlib "triton>=3.6"
+	$(python) -m pip install --quiet --disable-pip-version-check pytest "pytest-xdist>=3.7" transformers safetensors pyarrow matplotlib "triton>=3.6"
 	touch $@
 
 clean:

@@ -3,12 +3,13 @@
 
     python train_gpt2.py --help
 
-The program, top to bottom: opening what the flags ask for, building it, the loop. The rooms it uses:
+The program, top to bottom: opening what the flags ask for, building it, the loop. What it uses:
 
 what is asked llmc/: flags, request (model, sizes, plan, what auto decides)
 layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
-memory        llmc/memory/: tables, recompute ladder, plan, cost, traffic, choose, arenas, offload, report, record
+memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
+              cost, traffic, choose, report, record
 several ranks llmc/distributed/: place, rendezvous, watch
 host side     llmc/: preamble, data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, interrupt
 """
@@ -48,7 +49,6 @@ from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
-from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
@@ -58,6 +58,7 @@ from llmc.request import (
     choose_model, data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
+from llmc.units import MIB
 
 LESS_AFTER_FAILURE = 0.9  # of a plan that should have fitted and did not
 BATCHES_HEARD = {"cpu": 1, "cuda": 8}  # of an evaluation: how often ranks ask who heard a signal, for which a GPU's host waits

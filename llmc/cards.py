@@ -10,8 +10,8 @@ from re import fullmatch
 
 from llmc.errors import UserError
 from llmc.mfu import PEAKS
+from llmc.units import MIB
 
-MIB = 1024 * 1024
 RESERVE = {"cpu": 0.05, "cuda": 0.02}  # of a device's free memory
 CONTEXT_MIB = 768  # a CUDA context with cuBLAS's workspaces: what a process holds before its first tensor. An estimate
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -21,10 +21,11 @@ from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
-from llmc.memory.layout import flat_layout, layer_slot
+from llmc.memory.layout import flat_layout
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import classifier_rows, head_sums
+from llmc.memory.slots import layer_slot
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, sizes_of
 from llmc.memory.tuning import HEAD_GROUP, TUNING
 from llmc.rand import XorShift

@@ -12,7 +12,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tables import num_parameters
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 
 
 def print_rows(rows: dict):

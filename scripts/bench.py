@@ -36,9 +36,9 @@ from llmc.logger import Logger, format_step_line
 from llmc.memory.choose import in_mib
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
-from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token
 from llmc.request import check_graphs, check_lengths, plan_options, settle_kernels_of
+from llmc.units import MIB
 from scripts.bench_pytorch import PyTorchTrainer
 from scripts.compare_memory import at_least
 

@@ -36,7 +36,7 @@ from llmc.logger import SPEED_NAME
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.report import COLUMNS
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 from scripts.plotting import check_picture, new_figure, read_speed, save_picture, shown
 
 TRAIN = REPO / "train_gpt2.py"

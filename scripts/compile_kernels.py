@@ -3,11 +3,9 @@
 
     python scripts/compile_kernels.py                    sm80, sm90 and sm100, at GPT-2's widths
     python scripts/compile_kernels.py --capability 90 --resources
-    python scripts/compile_kernels.py --capability 80 100 --once
 
 The launches of real training steps are recorded, in every form of weights, gradients and optimizer state, and each kind is
-compiled down to machine code; with --once the first kind of each kernel alone. --resources prints registers, spills and shared
-memory, where cuobjdump is at hand.
+compiled down to machine code. --resources prints registers, spills and shared memory, where cuobjdump is at hand.
 """
 
 import argparse
@@ -125,16 +123,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities [80 90 100]")
     parser.add_argument("--channels", type=int, nargs="+", default=[768, 1600], help="model widths [768 1600]")
-    parser.add_argument("--once", action="store_true", help="one kind of launch of each kernel, not all")
     parser.add_argument("--resources", action="store_true", help="print registers, spills and shared memory of each")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     count = 0
     for channels in args.channels:
         launches = recorded_launches(channels)
-        if args.once:
-            first = {key[:2]: key for key in reversed(launches)}
-            launches = {key: launches[key] for key in first.values()}
         for capability in args.capability:
             for (module, name, types, constants, warps), launch in launches.items():
                 compiled = door.compile_only(*launch, capability)

@@ -244,7 +244,9 @@ def prepare(argv) -> Run:
     dry = args.dry_run or not torch.cuda.is_available()
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so before anything imports them
-        rooms.COLUMN_PARTIALS = rooms.NORM_PARTIALS = 4  # each is a program to interpret
+        for name in ("COLUMN_PARTIALS", "NORM_PARTIALS"):  # each is a program to interpret
+            assert hasattr(rooms, name), name
+            setattr(rooms, name, 4)
         if not args.dry_run:
             print("no CUDA device here, so this is a dry run: tiny sizes on the CPU, and numbers that mean nothing about a GPU")
     backend = open_backend("cpu" if dry else "cuda", 0, True)

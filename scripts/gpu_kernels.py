@@ -359,7 +359,8 @@ WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8
 SWEEPS = {
     "encoder_forward": (ROWS,),
     "encoder_backward": (
-        ("encoder", "COLUMNS", (256, 512, 1024)), ("encoder", "UNROLL", (4, 8, 16, 32)), ("encoder", "BATCH_UNROLL", (2, 4, 8, 16)),
+        ("encoder", "COLUMNS", (256, 512, 1024)), ("encoder", "TOKEN_UNROLL", (4, 8, 16, 32)),
+        ("encoder", "POSITION_UNROLL", (2, 4, 8, 16)),
     ),
     "layernorm_forward": (ROWS,), "residual_layernorm_forward": (ROWS,), "layernorm_normalize": (ROWS,),
     "layernorm_backward": (ROWS, PARTIALS),

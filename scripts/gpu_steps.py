@@ -25,9 +25,9 @@ from llmc.memory.choose import largest_batch
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
-from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.request import check_graphs
+from llmc.units import MIB
 from scripts.gpu_common import (
     BF16, FP32, REPO, Skip, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
 )  # fmt: skip

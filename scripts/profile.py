@@ -49,8 +49,8 @@ from llmc.flags import BY_NAME, FLAGS, parse
 from llmc.memory.choose import in_mib
 from llmc.memory.ladder import passes
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
-from llmc.memory.tuning import MIB
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
+from llmc.units import MIB
 from scripts.plotting import check_picture, new_figure, save_picture
 
 # flags of train_gpt2.py that decide what a step does, and defaults that differ from its

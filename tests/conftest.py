@@ -69,6 +69,7 @@ def interprets_no_kernels() -> bool:
 def pytest_collection_modifyitems(items):
     """Long files first. Tests marked gpu are skipped, with the reason, where there is no CUDA device."""
     place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    assert all((REPO / "tests" / f"{name}.py").exists() for name in place), "LONG names a file that is gone"
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

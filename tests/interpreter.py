@@ -28,12 +28,12 @@ def quick_interpreter(monkeypatch):
 
 
 def little_to_interpret(monkeypatch, elements=2048):
-    """What a card works on side by side, the interpreter does one after the other: few partial sums, few large pieces of the update, and
-    no row of the embeddings' gradient fetched that is then left out. Sums of columns and the norm have other bits so."""
+    """What a card works on side by side, the interpreter does one after the other: few partial sums, whose bits differ so; pieces of the
+    update of so many `elements`, each in one turn; and no row of the embeddings' gradient fetched that is then left out."""
     monkeypatch.setattr("llmc.memory.rooms.COLUMN_PARTIALS", 2)
     monkeypatch.setattr("llmc.memory.rooms.NORM_PARTIALS", 4)
     if not torch.cuda.is_available():
         for name in ("adamw.CHUNK", "adamw.ELEMENTS"):
             monkeypatch.setattr(f"llmc.kernels.{name}", elements)
-        for name in ("encoder.UNROLL", "encoder.BATCH_UNROLL"):
+        for name in ("encoder.TOKEN_UNROLL", "encoder.POSITION_UNROLL"):
             monkeypatch.setattr(f"llmc.kernels.{name}", 1)

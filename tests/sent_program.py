@@ -58,7 +58,7 @@ def build(o, data, parts, everyone) -> GPT2:
 
 
 def sent_by(o, micro_steps, data, parts, everyone, computes=True) -> dict:
-    """What a step of a rank sends in each of its groups: data, parts, all. Without computing anything it is the same."""
+    """What a step of a rank sends in each of its groups: data, parts, all. With the model's operations left out it is the same."""
     named = {"data": data, "parts": parts} | ({} if everyone is data else {"all": everyone})
     model, steps = build(o, data, parts, everyone), []
     if computes:

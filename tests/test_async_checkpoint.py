@@ -45,7 +45,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import allocation_lines, legend, level_rows, plan_table, tensor_rows
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 
 N = num_parameters(CONFIG)
 # torch's operations: numba's kernels give other last bits in the process that compiles them than in one that finds them compiled

@@ -17,13 +17,13 @@ from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
 from llmc.errors import NotEnoughMemory
 from llmc.flags import parse
-from llmc.memory.choose import choose_batch, choose_recompute, levels_of, ways_to_fit
+from llmc.memory.choose import choose_batch, choose_recompute, largest_batch, levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.tuning import MIB
 from llmc.request import check_batch, plan_options
+from llmc.units import MIB
 
 D12 = config_from_descriptor("d12")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
@@ -106,6 +106,36 @@ def test_the_reason_names_the_plan_the_budget_and_the_level_that_was_too_large()
 
 # ----------------------------------------------------------------------------
 # the batch
+
+
+@pytest.mark.parametrize("config, T", [(CONFIG, 32), (ODD, 7), (D12, 1024), (D12, 64)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_largest_batch_is_exactly_the_largest(config, T, level):
+    """Against trying them all: no larger batch fits, although one more row can halve the head's chunk and need less."""
+    o = PlanOptions(config, 1, T, recompute=level, device="cpu", sample_length=min(64, config.max_seq_len))
+    totals = [Plan(replace(o, B=B)).total_bytes for B in range(1, 41)]
+    for budget in (totals[0] - 1, totals[0], totals[1] - 1, totals[6] - 1, totals[6], totals[7], totals[8], totals[20] - 1, totals[20]):
+        fitting = [B for B, total in enumerate(totals, 1) if total <= budget]
+        assert largest_batch(o, budget) == max(fitting, default=0), f"budget {budget}"
+
+
+def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
+    """Where a tensor that grows overtakes one that does not, greedy placement takes the two in another order, and may need less."""
+    o = PlanOptions(D12, 1, 64, precision="bf16", recompute=6, device="cpu", kernels="numba", matmul="numba")
+    totals = {B: Plan(replace(o, B=B)).total_bytes for B in range(200, 320)}
+    dips = [B for B in totals if B + 1 in totals and totals[B + 1] < totals[B] - (8 << 20)]
+    assert dips
+    for dip in dips:
+        for budget in (totals[dip + 1], totals[dip + 1] + (4 << 20)):
+            fitting = [B for B, total in totals.items() if total <= budget]
+            first = next(B for B, total in totals.items() if total > budget)
+            assert max(fitting) > first + 8, "or it would be found without looking far"
+            assert largest_batch(o, budget) == max(fitting)
+
+
+def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
+    budget = 8 << 30
+    assert len({largest_batch(PlanOptions(D12, B, 1024), budget) for B in (1, 4, 9)}) == 1
 
 
 @pytest.mark.parametrize("level", [0, 2, 5, 6])

@@ -11,7 +11,7 @@ import pytest
 from llmc.data.shards import open_shard, write_shard
 from llmc.errors import UserError
 from llmc.memory.report import COLUMNS
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 from scripts import compare_memory
 
 

@@ -21,8 +21,8 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS
-from llmc.memory.tuning import MIB
 from llmc.rand import XorShift
+from llmc.units import MIB
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
 from whole_steps import raw
 

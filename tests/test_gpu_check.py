@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
 
 from llmc.backend import Backend

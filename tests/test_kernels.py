@@ -884,7 +884,7 @@ precisions = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 
 @pytest.fixture
-def few_partials(monkeypatch):
+def little_work(monkeypatch):
     little_to_interpret(monkeypatch)
 
 
@@ -939,7 +939,7 @@ def interpreted(own):
 
 
 @precisions
-def test_every_recompute_level_gives_the_same_bits(own, few_partials, precision):
+def test_every_recompute_level_gives_the_same_bits(own, little_work, precision):
     """Of losses, gradients, weights and moments; and the same where no two activations share a byte. Interpreted, which takes a minute,
     fp32 has two levels: what is launched at one does not depend on the type."""
     baseline = one_step(build(own, precision, recompute=0))
@@ -950,7 +950,7 @@ def test_every_recompute_level_gives_the_same_bits(own, few_partials, precision)
     assert one_step(build(own, precision, recompute=level, own_bytes=True)) == baseline
 
 
-def test_fp32_gradients_of_bf16_weights_have_the_same_bits_at_the_lowest_and_the_highest_level(own, few_partials):
+def test_fp32_gradients_of_bf16_weights_have_the_same_bits_at_the_lowest_and_the_highest_level(own, little_work):
     runs = [one_step(build(own, "bf16", grad_dtype="fp32", recompute=level)) for level in (0, 6)]
     assert runs[0] == runs[1]
 
@@ -967,7 +967,7 @@ NOISE = {"fp32": 2e-6, "bf16": 2.0**-6}
 
 
 @precisions
-def test_gradients_are_those_of_the_torch_operations_but_for_noise(own, few_partials, precision):
+def test_gradients_are_those_of_the_torch_operations_but_for_noise(own, little_work, precision):
     """Each of the sixteen, in norm."""
     models = [build(kernels, precision) for kernels in (own, "torch")]
     for model in models:
@@ -978,7 +978,7 @@ def test_gradients_are_those_of_the_torch_operations_but_for_noise(own, few_part
 
 
 @precisions
-def test_losses_of_three_steps_are_those_of_the_torch_operations_but_for_noise(own, few_partials, precision):
+def test_losses_of_three_steps_are_those_of_the_torch_operations_but_for_noise(own, little_work, precision):
     """Of one batch, which is learnt meanwhile. Measured: 0 in fp32 and 8e-4 in bf16."""
     losses = []
     for kernels in (own, "torch"):
@@ -1001,7 +1001,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("form", OPTIMIZERS, ids=lambda form: "-".join(form.values()))
-def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none(own, few_partials, tmp_path, form):
+def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none(own, little_work, tmp_path, form):
     """It reads and writes master and moments in the working room of the plan, which is not that of the torch operations."""
     write_shard(str(tmp_path / "tokens.bin"), np.random.default_rng(0).integers(0, TINY.vocab_size, 200))
     config, common = replace(TINY, num_layers=1), dict(master_weights=form.get("master") != "none")
@@ -1034,7 +1034,7 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
 
 
 @pytest.mark.parametrize("form", OPTIMIZERS, ids=lambda form: "-".join(form.values()))
-def test_updates_of_a_model_have_the_bits_of_the_torch_operations(own, few_partials, form):
+def test_updates_of_a_model_have_the_bits_of_the_torch_operations(own, little_work, form):
     """Two updates of every form of weights and moments, from the same gradients; a checkpoint then reads the same master, and makes
     the same weights from it again.
 
@@ -1066,7 +1066,7 @@ def test_updates_of_a_model_have_the_bits_of_the_torch_operations(own, few_parti
 
 
 @precisions
-def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise(own, few_partials, precision):
+def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise(own, little_work, precision):
     models = [build(kernels, precision) for kernels in (own, "torch")]
     rows = []
     for model in models:
@@ -1078,9 +1078,9 @@ def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise
         assert abs(ours - theirs).max() <= NOISE[precision] * abs(theirs).max()
 
 
-def test_golden_losses_of_llmc(own, few_partials, tmp_path, monkeypatch):
+def test_golden_losses_of_llmc(own, little_work, tmp_path, monkeypatch):
     """The first five steps of case A in fp32, interpreted three, to 2e-4; its norms to 1e-3."""
-    if interpreted(own):
+    if interpreted(own):  # fewer, larger pieces are faster then
         little_to_interpret(monkeypatch, 1 << 14)
     case = write_case_a(tmp_path)
     golden = [json.loads(line) for line in (REPO / "tests/golden/train_A.jsonl").read_text().splitlines()]

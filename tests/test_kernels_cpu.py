@@ -77,7 +77,7 @@ def small_chunks():
     """What the interpreter of Triton's kernels takes in smaller pieces, to be done with them, is done soon enough here."""
 
 
-few_partials = small_chunks
+little_work = small_chunks
 
 
 @pytest.fixture(autouse=True)

@@ -35,8 +35,8 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters
-from llmc.memory.tuning import MIB
 from llmc.outlier import OutlierDetector
+from llmc.units import MIB
 
 GOLDEN = Path(__file__).parent / "golden"
 QUIET = "-v 0 -s 0"

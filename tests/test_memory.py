@@ -21,8 +21,8 @@ from llmc.kernels_cpu import not_installed
 from llmc.memory.plan import Plan
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.tables import num_parameters
-from llmc.memory.tuning import MIB
 from llmc.request import plan_options, settle_kernels
+from llmc.units import MIB
 
 WIDE = ModelConfig(max_seq_len=256, vocab_size=96, num_layers=6, num_heads=2, channels=128, padded_vocab_size=128)
 PHASES = ["build", "first step", "evaluation", "HellaSwag", "sampling", "checkpoint", "resume", "end"]

@@ -23,7 +23,8 @@ from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tables import (
     BACKWARD_STAGES, BLOCK_ACTIVATIONS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, num_parameters, parameter_shapes, resolve, sizes_of,
 )  # fmt: skip
-from llmc.memory.tuning import ALIGNMENT, MIB, TUNING
+from llmc.memory.tuning import ALIGNMENT, TUNING
+from llmc.units import MIB
 
 REPO = Path(__file__).resolve().parent.parent
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
@@ -489,36 +490,6 @@ def test_triton_s_attention_is_all_in_the_plan_and_works_where_something_else_li
 @pytest.mark.parametrize("rows, wish, want", [(4096, 0, 1024), (1025, 0, 1024), (1, 0, 1), (100, 7, 7), (100, 1000, 100)])
 def test_head_chunk_is_the_wish_or_the_tuning_and_never_more_than_the_rows(rows, wish, want):
     assert head_chunk_rows(PlanOptions(D12, 1, rows, head_chunk=wish, device="cpu")) == want
-
-
-@pytest.mark.parametrize("config, T", [(TINY, 32), (ODD, 7), (D12, 1024), (D12, 64)])
-@pytest.mark.parametrize("level", LEVELS)
-def test_largest_batch_is_exactly_the_largest(config, T, level):
-    """Against trying them all: no larger batch fits, although one more row can halve the head's chunk and need less."""
-    o = options(config, 1, T, recompute=level, precision="bf16", device="cpu")
-    totals = [Plan(replace(o, B=B)).total_bytes for B in range(1, 41)]
-    for budget in (totals[0] - 1, totals[0], totals[1] - 1, totals[6] - 1, totals[6], totals[7], totals[8], totals[20] - 1, totals[20]):
-        fitting = [B for B, total in enumerate(totals, 1) if total <= budget]
-        assert largest_batch(o, budget) == max(fitting, default=0), f"budget {budget}"
-
-
-def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
-    """Where a tensor that grows overtakes one that does not, greedy placement takes the two in another order, and may need less."""
-    o = PlanOptions(D12, 1, 64, precision="bf16", recompute=6, device="cpu", kernels="numba", matmul="numba")
-    totals = {B: Plan(replace(o, B=B)).total_bytes for B in range(200, 320)}
-    dips = [B for B in totals if B + 1 in totals and totals[B + 1] < totals[B] - (8 << 20)]
-    assert dips
-    for dip in dips:
-        for budget in (totals[dip + 1], totals[dip + 1] + (4 << 20)):
-            fitting = [B for B, total in totals.items() if total <= budget]
-            first = next(B for B, total in totals.items() if total > budget)
-            assert max(fitting) > first + 8, "or it would be found without looking far"
-            assert largest_batch(o, budget) == max(fitting)
-
-
-def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
-    budget = 8 << 30
-    assert len({largest_batch(PlanOptions(D12, B, 1024), budget) for B in (1, 4, 9)}) == 1
 
 
 # ----------------------------------------------------------------------------

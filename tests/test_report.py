@@ -27,7 +27,7 @@ from llmc.memory.report import (
 )  # fmt: skip
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.traffic import Network, step_traffic
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)

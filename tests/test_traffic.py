@@ -16,9 +16,8 @@ from sent_program import Counting, sent_by
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import NOT_KEPT, segments
-from llmc.memory.layout import LAYER_SLOTS
 from llmc.memory.options import PlanOptions
-from llmc.memory.rooms import layer_elements
+from llmc.memory.slots import LAYER_SLOTS
 from llmc.memory.tables import num_parameters
 from llmc.memory.traffic import PURPOSES, Network, Sent, ring, step_traffic
 from llmc.memory.tuning import RANK_NUMBERS
@@ -42,7 +41,7 @@ def case(ranks=1, parts=1, stage=0, *, layers=3, level=1, keep=False, config=CON
 
 
 def counted(o, micro_steps=1) -> Counter:
-    """(among, kind) -> bytes that a step of a real model asks to send. What real ranks send, which compute, is counted below."""
+    """(among, kind) -> bytes that a step of a real model asks to send. test_real_ranks_send_what_is_planned has those that compute."""
     data, parts = Counting(o.ranks), Counting(o.tensor_parallel)
     return flat(sent_by(o, micro_steps, data, parts, data if o.tensor_parallel == 1 else Counting(o.world), computes=False))
 
@@ -172,7 +171,7 @@ def test_stages_0_to_2_send_each_parameter_twice(stage):
 def test_stage_3_gathers_each_layer_forward_and_backward_but_the_last_two_once(layers):
     """They are still in their slots when backward begins; what belongs to no layer stays until the head's gradient is there."""
     o = case(8, stage=3, layers=layers, level=1)
-    layer, n = 4 * layer_elements(o), 4 * num_parameters(o.config)
+    layer, n = 4 * o.layer_elements, 4 * num_parameters(o.config)
     sent = purposes(o)
     assert sent["weights outside layers"] == (n - layers * layer) * 7 // 8
     assert sent["weights of layers"] == (layers + max(0, layers - LAYER_SLOTS)) * layer * 7 // 8

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="no triton here, and so no kernels: python 
 
 from interpreter import quick_interpreter  # noqa: F401  (a fixture)
 from test_kernels import (  # noqa: F401
-    BF16, DEVICE, NOISE, OnDevice, accumulate_gradients, batch, build, distance, few_partials, one_step, poison,
+    BF16, DEVICE, NOISE, OnDevice, accumulate_gradients, batch, build, distance, little_work, one_step, poison,
     prepared_device,
 )  # fmt: skip
 from test_layers import (  # noqa: F401
@@ -96,7 +96,7 @@ def test_nothing_is_written_around_the_results_on_a_card(start):
 # in a model
 
 
-def test_every_recompute_level_gives_the_same_bits(few_partials):  # noqa: F811
+def test_every_recompute_level_gives_the_same_bits(little_work):  # noqa: F811
     """Interpreted, which takes long, those where attention runs again; and where no two activations share a byte."""
     baseline = one_step(build("triton", recompute=0, **OF_THIS_KIND))
     for level in list(NOT_KEPT)[1:] if DEVICE != "cpu" else (5, 6):
@@ -104,7 +104,7 @@ def test_every_recompute_level_gives_the_same_bits(few_partials):  # noqa: F811
     assert one_step(build("triton", recompute=6, own_bytes=True, **OF_THIS_KIND)) == baseline
 
 
-def test_gradients_are_those_of_the_torch_operations_but_for_noise(few_partials):  # noqa: F811
+def test_gradients_are_those_of_the_torch_operations_but_for_noise(little_work):  # noqa: F811
     models = [build("triton", **OF_THIS_KIND), build("torch", "bf16")]
     for model in models:
         accumulate_gradients(model, 0)
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_the_torch_operations_but_for_noise(few_partials)
         assert distance(ours, models[1].grads[name]) <= NOISE["bf16"], name
 
 
-def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise(few_partials):  # noqa: F811
+def test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise(little_work):  # noqa: F811
     rows = []
     for model in (build("triton", **OF_THIS_KIND), build("torch", "bf16")):
         poison(model)

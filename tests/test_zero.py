@@ -14,8 +14,7 @@ from ranks_model import CONFIG, Ranks, case, whole
 
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import segments
-from llmc.memory.layout import LAYER_SLOTS
-from llmc.memory.rooms import layer_elements, outer_elements
+from llmc.memory.slots import LAYER_SLOTS, layer_slot
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.tuning import RANK_NUMBERS
 
@@ -241,7 +240,7 @@ def expected_sent(one) -> dict:
     elif o.zero_stage < 3:
         sent["all-gather"] += P
     else:
-        sent["all-gather"] += DTYPE_BYTES[o.precision] * (A * outer_elements(o) + fetched_layers(o, A) * layer_elements(o))
+        sent["all-gather"] += DTYPE_BYTES[o.precision] * (A * o.outer_elements + fetched_layers(o, A) * o.layer_elements)
     if not o.shares:
         sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "all-reduce": 2 * G}
     return {kind: n_bytes // o.ranks * (o.ranks - 1) for kind, n_bytes in sent.items()}
@@ -255,8 +254,8 @@ def fetched_layers(o, A) -> int:
         needed += [*again, *reversed(span)]
     slots, fetched = {}, 0
     for l in needed * A:
-        fetched += slots.get(l % LAYER_SLOTS) != l
-        slots[l % LAYER_SLOTS] = l
+        fetched += slots.get(layer_slot(l)) != l
+        slots[layer_slot(l)] = l
     if o.recompute < 6:
         assert fetched == o.config.num_layers + (2 * A - 1) * max(0, o.config.num_layers - LAYER_SLOTS)
     return fetched

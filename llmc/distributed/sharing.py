@@ -11,7 +11,8 @@ import torch
 
 from llmc.distributed.group import Done
 from llmc.distributed.tensor_parallel import Undivided
-from llmc.memory.layout import flat_layout, gradient_groups, layer_slot, weight_groups, weight_slot
+from llmc.memory.layout import flat_layout, gradient_groups, weight_groups
+from llmc.memory.slots import layer_slot, weight_slot
 from llmc.memory.tables import SUMMED_OVER_PARTS
 
 

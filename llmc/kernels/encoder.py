@@ -10,8 +10,7 @@ from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, roundi
 from llmc.layers.encoder import stage_encoder_backward
 
 COLUMNS = 1024
-UNROLL = 16  # positions of a token
-BATCH_UNROLL = 8  # rows of a position
+TOKEN_UNROLL, POSITION_UNROLL = 16, 8
 
 
 @jit
@@ -100,11 +99,11 @@ def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumu
         dwpe[T:].zero_()
     door.launch(
         _encoder_backward_positions, (T, blocks), dwpe, dout, B, T, C, dwte.shape[0], scratch["token_seed"],
-        IN_FP32=in_fp32, ACCUMULATE=bool(accumulate), COLUMNS=columns, UNROLL=BATCH_UNROLL, num_warps=4,
+        IN_FP32=in_fp32, ACCUMULATE=bool(accumulate), COLUMNS=columns, UNROLL=POSITION_UNROLL, num_warps=4,
     )  # fmt: skip
     door.launch(
         _encoder_backward_tokens, (B * T, blocks), dwte, dout, scratch["token_order"], starts, tokens, C, scratch["token_seed"],
-        IN_FP32=in_fp32, COLUMNS=columns, UNROLL=UNROLL, num_warps=4,
+        IN_FP32=in_fp32, COLUMNS=columns, UNROLL=TOKEN_UNROLL, num_warps=4,
     )  # fmt: skip
 
 

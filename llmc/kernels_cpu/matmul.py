@@ -23,7 +23,7 @@ from llmc.kernels_cpu.tiles import (
 from llmc.memory.tuning import MATMUL_BLOCK as BLOCK
 from llmc.memory.tuning import MATMUL_DEPTH as DEPTH
 from llmc.memory.tuning import MATMUL_PANEL as PANEL
-from llmc.memory.tuning import even_part, whole
+from llmc.units import even_part, whole
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)  # how the left matrix is read
 # out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is factors of K numbers and of what fills up whole tiles: all that

@@ -14,7 +14,7 @@ import torch
 
 from llmc.backend import bf16_products
 from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
-from llmc.memory.tuning import even_part
+from llmc.units import even_part
 
 
 def matmul_forward(out, inp, weight, bias=None, room=None):

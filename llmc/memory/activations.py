@@ -4,21 +4,13 @@ from dataclasses import dataclass
 from math import prod
 
 from llmc.memory.ladder import kept_names, segments, stage_line, transient_lifetimes
-from llmc.memory.layout import LAYER_SLOTS
 from llmc.memory.options import PlanOptions
-from llmc.memory.rooms import (
-    NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_chunk_rows, head_sums, layer_elements, outer_elements, plan_sizes,
-    widens,
-)  # fmt: skip
+from llmc.memory.rooms import NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens
+from llmc.memory.slots import LAYER_SLOTS, offload_slot
 from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, resolve
-from llmc.memory.tuning import (
-    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, OFFLOAD_SLOTS, RANK_NUMBERS, TILE_ROWS, TUNING, UPDATE_NUMBERS,
-)  # fmt: skip
+from llmc.memory.tuning import MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, RANK_NUMBERS, TILE_ROWS, UPDATE_NUMBERS
 
 STEP = ("encoder", "encoder_backward")
-ARENA_PARTS = {
-    "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "gathered": ("gathered",), "scratch": ("scratch", "sample"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +47,8 @@ def _block_rows(o: PlanOptions):
         if a.name == "residual3":
             yield a.name, "kept", f"{1 + max(residual_slots(o))} {a.shape}", a.dtype, STEP
         elif a.name in kept:
-            whole = o.keeps_gathered and a.name in ("ln1", "ln2")
-            yield a.name, "kept", "L B T C" if whole else "L " + a.shape, a.dtype, STEP
+            all_rows = o.keeps_gathered and a.name in ("ln1", "ln2")
+            yield a.name, "kept", "L B T C" if all_rows else "L " + a.shape, a.dtype, STEP
         else:
             yield a.name, "gradient" if a in BLOCK_GRADIENTS else "shared", a.shape, a.dtype, *lifetimes[a.name]
     yield "dresidual", "gradient", "B s C", "act", ("lnf_backward", "encoder_backward")
@@ -84,13 +76,7 @@ def _head_rows(o: PlanOptions):
         yield "dwte_sum", "head", "w C", "fp32", head
         yield "dwte_group", "head", "w C", "bf16", head
     if o.gradients != o.precision and widens(o):
-        yield (
-            "head_widened",
-            "head",
-            str(head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels)),
-            "fp32",
-            head,
-        )
+        yield "head_widened", "head", "Hw", "fp32", head
 
 
 def _working_rows(o: PlanOptions):
@@ -147,7 +133,7 @@ def _rank_rows(o: PlanOptions):
         yield "part_tensor", "gathered", str(biggest), "fp32", update
     if o.ranks == 1:
         return
-    layer, outer = layer_elements(o), outer_elements(o)
+    layer, outer = o.layer_elements, o.outer_elements
     if o.zero_stage >= 3:
         yield "layer_weights", "gathered", f"{LAYER_SLOTS} {layer}", "act", STEP, ("sample", "sample")
         yield "outer_weights", "gathered", str(outer), "act", ("encoder", "lnf_backward"), ("sample", "sample")
@@ -166,7 +152,6 @@ def _rank_rows(o: PlanOptions):
 def _update_rows(o: PlanOptions):
     """The global norm, and pieces of what is kept in bf16, widened; fused, the pieces are a checkpoint's alone."""
     update = ("update", "update")
-    norm_work = min(TUNING[o.device].update_elements, o.num_parameters)
     if o.rounds:
         yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
         yield "noise_work", "scratch", "U", "int32", ("encoder_backward", "update")
@@ -183,7 +168,7 @@ def _update_rows(o: PlanOptions):
         yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
         return
     if o.gradients != "fp32":
-        yield "norm_work", "scratch", str(norm_work), "fp32", update
+        yield "norm_work", "scratch", "Nw", "fp32", update
         yield "update_gradient", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":
         yield "noise_moments", "scratch", "U", "int32", update
@@ -203,9 +188,4 @@ def _sample_rows(o: PlanOptions):
 def residual_slots(o: PlanOptions) -> tuple[int, ...]:
     """For every layer, which slot of the tensor residual3 its output takes."""
     L = o.config.num_layers
-    return tuple(l % OFFLOAD_SLOTS if o.offload_residual else segments(o.recompute, L).slot(l) for l in range(L))
-
-
-def arena_parts(o: PlanOptions) -> dict[str, tuple[str, ...]]:
-    """Columns of the plan's table that the activation arena is made of -> purposes of tensors."""
-    return {part: purposes for part, purposes in ARENA_PARTS.items() if part != "gathered" or o.world > 1}
+    return tuple(offload_slot(l) if o.offload_residual else segments(o.recompute, L).slot(l) for l in range(L))

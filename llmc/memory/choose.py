@@ -14,7 +14,7 @@ from llmc.memory.ladder import NOT_KEPT, goes_with
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import plan_sizes
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 
 # what a way to fit costs beside FLOPs, in percent of a step's time: rough, and only to put the ways in order
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels

@@ -54,13 +54,13 @@ def extra_flops_percent(o: PlanOptions) -> float:
 
 
 def _stage(o, sizes, stage) -> tuple[int, int]:
-    types = {"act": o.precision}
+    """FLOPs and bytes of a stage of one block."""
     of_all_parts = (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
     n_bytes = 0
     for name in (*stage.reads, *stage.writes):
         a = ACTIVATION[name]
         parts = o.tensor_parallel if name in of_all_parts else 1
-        n_bytes += parts * prod(resolve(a.shape, sizes)) * DTYPE_BYTES[types.get(a.dtype, a.dtype)]
+        n_bytes += parts * prod(resolve(a.shape, sizes)) * DTYPE_BYTES[o.precision if a.dtype == "act" else a.dtype]
     for name in stage.weights:
         n_bytes += prod(resolve(PARAMETER[name].shape, sizes)[1:]) * DTYPE_BYTES[o.precision]
     for name in stage.grads:  # read and written: micro-steps add up

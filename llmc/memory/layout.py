@@ -11,8 +11,6 @@ from math import prod
 from llmc.config import ModelConfig
 from llmc.memory.tables import PARAMETERS, Parameter, parameter_shapes, sizes_of
 
-LAYER_SLOTS = 2  # whole layers of sharded weights, and of gradients: one in use, one on its way
-
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
@@ -132,13 +130,3 @@ def weight_groups(config: ModelConfig) -> dict:
     """Key -> ((tensor, layer), ...) of the weights that are needed together: those of no layer, then layer by layer."""
     outer = tuple((p.name, 0) for p in PARAMETERS if not p.per_layer)
     return {"outer": outer} | {l: tuple((p.name, l) for p in PARAMETERS if p.per_layer) for l in range(config.num_layers)}
-
-
-def layer_slot(l: int) -> int:
-    """In which slot a layer lies of which only shares are kept: they take turns."""
-    return l % LAYER_SLOTS
-
-
-def weight_slot(key):
-    """Where a group of sharded weights is gathered."""
-    return key if key == "outer" else layer_slot(key)

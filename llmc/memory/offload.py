@@ -8,7 +8,7 @@ import torch
 
 from llmc.memory.arena import allocate_host
 from llmc.memory.plan import Plan
-from llmc.memory.tuning import OFFLOAD_SLOTS
+from llmc.memory.slots import OFFLOAD_SLOTS, offload_slot
 
 
 class ResidentResiduals:
@@ -25,7 +25,7 @@ class ResidentResiduals:
 
 
 class OffloadedResiduals:
-    """residual3 of layer l lies in slot l % OFFLOAD_SLOTS while a block reads or writes it, and in host memory otherwise.
+    """residual3 of layer l lies in slot offload_slot(l) while a block reads or writes it, and in host memory otherwise.
 
     slots  (OFFLOAD_SLOTS, B, T, C) on the device, of the activation arena; host memory is allocated here, as planned.
     Copies run in order on a side stream, so one event per slot orders them with the blocks. On a CPU copies are immediate.
@@ -46,7 +46,7 @@ class OffloadedResiduals:
 
     def after_forward(self, l):
         if l < len(self.host):
-            self._copy(self.host[l], self.slots[l % OFFLOAD_SLOTS], l)
+            self._copy(self.host[l], self.slots[offload_slot(l)], l)
 
     def before_backward(self, l):
         if l - 1 >= 0 and l - 1 < len(self.host):
@@ -54,7 +54,7 @@ class OffloadedResiduals:
         # the output of layer l was read for the last time by the layer above, so its slot can take the input of layer l - 2
         below = l - OFFLOAD_SLOTS
         if 0 <= below < len(self.host):
-            self._copy(self.slots[l % OFFLOAD_SLOTS], self.host[below], l)
+            self._copy(self.slots[offload_slot(l)], self.host[below], l)
 
     def _copy(self, target, source, l):
         """Copy on the side stream, after what the blocks have been asked to do so far."""
@@ -64,9 +64,9 @@ class OffloadedResiduals:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-            self.copied[l % OFFLOAD_SLOTS].record()
+            self.copied[offload_slot(l)].record()
 
     def _wait(self, l):
         """Let the blocks wait for the last copy from or to the slot of layer l."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_event(self.copied[l % OFFLOAD_SLOTS])
+            torch.cuda.current_stream().wait_event(self.copied[offload_slot(l)])

@@ -1,10 +1,11 @@
 """What a plan is of: the model, the batch and everything else that says how a run keeps and computes its numbers."""
 
 from dataclasses import dataclass
+from math import prod
 
 from llmc.config import ModelConfig
 from llmc.memory.layout import divides
-from llmc.memory.tables import num_parameters
+from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "m": 1, "v": 1, "master": 1, "master_bits": 1}  # arena -> ZeRO stage
 
@@ -105,6 +106,17 @@ class PlanOptions:
     def num_parameters(self) -> int:
         """Of this rank's part of the model."""
         return num_parameters(self.config, self.tensor_parallel)
+
+    @property
+    def layer_elements(self) -> int:
+        """Of one layer's tensors, in this rank's part of the model."""
+        shapes = parameter_shapes(self.config, self.tensor_parallel)
+        return sum(prod(shapes[p.name][1:]) for p in PARAMETERS if p.per_layer)
+
+    @property
+    def outer_elements(self) -> int:
+        """Of the tensors that belong to no layer."""
+        return self.num_parameters - self.config.num_layers * self.layer_elements
 
     @property
     def keeps_gathered(self) -> bool:

@@ -3,7 +3,8 @@
 from bisect import insort
 from dataclasses import replace
 
-from llmc.memory.tuning import ALIGNMENT, whole
+from llmc.memory.tuning import ALIGNMENT
+from llmc.units import whole
 
 
 def place(tensors, stages):

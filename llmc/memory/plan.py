@@ -7,13 +7,18 @@ itself, evaluation, the update and sampling are all stages on the same line, so 
 
 from functools import cached_property
 
-from llmc.memory.activations import activation_tensors, arena_parts, residual_slots
+from llmc.memory.activations import activation_tensors, residual_slots
 from llmc.memory.ladder import backward_schedule, segments, stage_line
 from llmc.memory.options import PlanOptions
 from llmc.memory.placement import bytes_covered, extent, place
-from llmc.memory.rooms import plan_sizes
+from llmc.memory.rooms import attention_library_bytes
+from llmc.memory.slots import OFFLOAD_SLOTS
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
-from llmc.memory.tuning import OFFLOAD_SLOTS, whole
+
+# columns that the activation arena is made of -> purposes of tensors, in the order in which they are asked whose a shared byte is
+ARENA_PARTS = {
+    "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "gathered": ("gathered",), "scratch": ("scratch", "sample"),
+}  # fmt: skip
 
 
 class Plan:
@@ -22,6 +27,7 @@ class Plan:
     arenas       purpose -> bytes
     tensors      name -> PlannedTensor, the activation arena's contents
     schedule     the stages of a block's backward pass
+    stages       all stages in which a tensor may be alive, in order
     segments     which blocks run forward again before backward, and where each residual3 lies
     host_bytes   pinned host memory beside the total: of --offload-residual, and on CUDA of --async-checkpoint
     """
@@ -69,7 +75,9 @@ class Plan:
         optimizer = sum(n_bytes for name, n_bytes in a.items() if name not in ("parameters", "gradients", "activations"))
         columns = {"parameters": a["parameters"], "gradients": a["gradients"], "optimizer": optimizer}
         ranges, covered = [], 0
-        for part, purposes in arena_parts(self.options).items():
+        for part, purposes in ARENA_PARTS.items():
+            if part == "gathered" and self.options.world == 1:
+                continue
             ranges += [(t.offset, t.offset + t.nbytes) for t in self.tensors.values() if t.purpose in purposes]
             so_far = a["activations"] if part == "scratch" else bytes_covered(ranges)
             columns[part], covered = so_far - covered, so_far
@@ -114,24 +122,8 @@ class Plan:
 
     @property
     def library_bytes(self) -> int:
-        """What a card's attention takes in memory of its own, o and lse forward, more backward; freed at once.
-
-        Backward that is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; of torch 2.11.
-        """
-        o = self.options
-        if o.attention_kind in ("cpu", "triton"):
-            return 0
-        sizes = plan_sizes(o)
-        heads, HS = o.B * sizes["h"], sizes["HS"]
-        gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
-        if o.attention_kind == "flash":  # sums dq deterministically: in one copy for every part of the card that works on a head
-            tiles = 4 * heads * whole(o.T, 128)
-            return gradients + tiles + tiles * whole(HS, 32) * -(-o.processors // heads)
-        if o.attention_kind == "cudnn":
-            return gradients + row_sums + dq  # a guess, as its workspace is not documented
-        if o.precision == "fp32":  # sums dq in place, but makes tensors of do * o, its row sums, and these transposed
-            return gradients + dq + 2 * row_sums
-        return gradients + row_sums + 4 * heads * whole(o.T, 128) * whole(HS, 64)
+        """What library calls allocate meanwhile: a card's attention."""
+        return attention_library_bytes(self.options)
 
     @property
     def bytes_per_sequence(self) -> int:

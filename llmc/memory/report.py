@@ -15,7 +15,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES
 from llmc.memory.traffic import Network
 from llmc.memory.traffic_report import traffic_columns, traffic_lines
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 
 PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations", "m": "AdamW optimizer state m",
                  "v": "AdamW optimizer state v", "master": "master copy of params",
@@ -48,7 +48,7 @@ def allocation_lines(plan: Plan) -> list[str]:
 
 
 def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) -> list[str]:
-    """llm.c's lines on what is in use and what would still fit. The estimate is the plan's own, not a division."""
+    """llm.c's lines on what is in use and what would still fit. The estimate is of plans, not a division."""
     return [
         f"device memory usage: {used_bytes // MIB} MiB / {total_bytes // MIB} MiB",
         f"memory per sequence: {plan.bytes_per_sequence // MIB} MiB",
@@ -70,7 +70,7 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             "host_mib": plan.host_bytes / MIB,
             "checkpoint_mib": plan.checkpoint_bytes / MIB,
             "activation_mib_per_sequence": plan.arenas["activations"] / o.B / MIB,
-            "largest_batch": largest_batch(plan.options, budget.bytes) if budget else None,
+            "largest_batch": largest_batch(o, budget.bytes) if budget else None,
             "extra_flops_percent": extra_flops_percent(o),
             "flops_per_step": cost.flops,
             "bytes_per_step": cost.bytes,

@@ -3,11 +3,12 @@
 from math import prod
 
 from llmc.memory.options import PlanOptions
-from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes, resolve, sizes_of
+from llmc.memory.tables import DTYPE_BYTES, resolve, sizes_of
 from llmc.memory.tuning import (
     ATTENTION_BLOCK, ATTENTION_ROWS, CHECKPOINT_ELEMENTS, COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, HEAD_GROUP, MATMUL_BLOCK, MATMUL_PANEL,
-    MATMUL_ROWS, NORM_PARTIALS, ROUNDING_BLOCK, TILE_DEPTH, TUNING, even_part, whole,
+    MATMUL_ROWS, NORM_PARTIALS, ROUNDING_BLOCK, TILE_DEPTH, TUNING,
 )  # fmt: skip
+from llmc.units import even_part, whole
 
 # working room of attention on a CPU, and of Triton's: (name, shape, dtype)
 TORCH_ATTENTION = (
@@ -20,24 +21,35 @@ NUMBA_ATTENTION = (
     ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"), ("block", f"Wa 2 {ATTENTION_BLOCK} Hb", "fp32"),
     ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
+LIBRARY_TILE_ROWS = 128  # of a card's attention that is not ours
 TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
 
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
-    """The letters of the tables, and those of working room: R rows of a head chunk, Rc of the classifier, Rn of a layernorm (and a
-    quarter of them of GELU), Pc and Np partial sums of columns and of the norm, Rw rows that fit the room of widened factors, U elements
-    of the update, G positions of a sample; of attention on a CPU Q queries and Ha heads at once, of HS channels, or numba's Wa workers,
-    of Triton's Ta tiles of a sequence; and what _attention_sizes and _matmul_sizes add."""
+    """The letters of the tables, see tables.py, and those of working room:
+
+    R   rows of logits of a chunk of the head      Rc  of those that the classifier works on at once
+    Hw  elements of that chunk, and of its rows of the stream, widened for its weight's gradient
+    Rn  rows of a layernorm; of GELU a quarter     Rw  rows that fit the room of widened factors
+    Pc  partial sums of columns                    Np  of the norm                Nw  elements of a piece of it
+    U   elements of the update at a time           G   positions of a sample
+    Q   queries of torch's attention on a CPU, at once, and Ha of its heads, of HS channels
+    Wa  workers of numba's attention               Ta  tiles of a sequence in Triton's
+    Tp  T as memory-efficient attention pads its row statistics
+
+    and what _attention_sizes and _matmul_sizes add.
+    """
     tuning = TUNING[o.device]
     rows = o.B * o.T
-    lse_multiple = 32 if o.attention_kind == "efficient" else 1  # it pads its row statistics
     return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | {
-        "Tp": whole(o.T, lse_multiple),
+        "Tp": whole(o.T, 32 if o.attention_kind == "efficient" else 1),
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
+        "Hw": head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
         "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
         "Np": NORM_PARTIALS if o.fused else norm_partials(o),
+        "Nw": min(tuning.update_elements, o.num_parameters),
         "Rw": max(1, min(rows, tuning.widened_rows)),
         "U": update_room(o),
         "G": max(1, min(o.sample_length, o.config.max_seq_len)),
@@ -63,38 +75,33 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     }
 
 
-def head_chunk_rows(options: PlanOptions) -> int:
+def head_chunk_rows(o: PlanOptions) -> int:
     """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch.
 
     With tensor parallelism as many of each part's, at least one.
     """
-    parts = options.tensor_parallel
-    rows = TUNING[options.device].head_bytes // (options.config.padded_vocab_size // parts * DTYPE_BYTES[options.precision])
+    parts = o.tensor_parallel
+    rows = TUNING[o.device].head_bytes // (o.config.padded_vocab_size // parts * DTYPE_BYTES[o.precision])
     automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # a matmul likes whole tiles
-    rows = min(options.head_chunk or automatic, options.B * options.T)
+    rows = min(o.head_chunk or automatic, o.B * o.T)
     return max(1, rows // parts) * parts
 
 
-def head_sums(options: PlanOptions) -> bool:
+def head_sums(o: PlanOptions) -> bool:
     """Whether the head's weight gradient is added up in fp32 first: bf16 would lose bits over more than a few chunks."""
-    return options.gradients == "bf16" and options.B * options.T > HEAD_GROUP * head_chunk_rows(options)
+    return o.gradients == "bf16" and o.B * o.T > HEAD_GROUP * head_chunk_rows(o)
 
 
-def classifier_rows(options: PlanOptions) -> int:
+def classifier_rows(o: PlanOptions) -> int:
     """Rows of logits the classifier works on at once."""
-    return max(
-        1,
-        min(
-            head_chunk_rows(options),
-            TUNING[options.device].classifier_elements * options.tensor_parallel // options.config.padded_vocab_size,
-        ),
-    )
+    fitting = TUNING[o.device].classifier_elements * o.tensor_parallel // o.config.padded_vocab_size
+    return max(1, min(head_chunk_rows(o), fitting))
 
 
-def widens(options: PlanOptions) -> bool:
+def widens(o: PlanOptions) -> bool:
     """Whether bf16 factors of weight gradients are widened: all matmuls' are, or torch has none on this device for gradients in fp32."""
-    needed = options.gradients != options.precision and TUNING[options.device].widened_rows > 0 and options.matmul != "numba"
-    return options.matmul == "widened" or needed
+    needed = o.gradients != o.precision and TUNING[o.device].widened_rows > 0 and o.matmul != "numba"
+    return o.matmul == "widened" or needed
 
 
 def attention_queries(o: PlanOptions) -> int:
@@ -126,11 +133,11 @@ def _attention_sizes(o: PlanOptions) -> dict[str, int]:
     return {"Tb": tokens, "Hb": channels}
 
 
-def update_room(options: PlanOptions) -> int:
+def update_room(o: PlanOptions) -> int:
     """Elements that the update handles at a time. Tensors no longer than a layer's largest bias (4C) are never cut."""
-    C, Vp = options.config.channels, options.config.padded_vocab_size
-    biggest = max(Vp * C, 4 * C * C) // options.tensor_parallel
-    at_once = CHECKPOINT_ELEMENTS if options.fused else TUNING[options.device].update_elements
+    C, Vp = o.config.channels, o.config.padded_vocab_size
+    biggest = max(Vp * C, 4 * C * C) // o.tensor_parallel
+    at_once = CHECKPOINT_ELEMENTS if o.fused else TUNING[o.device].update_elements
     room = min(at_once, whole(biggest, ROUNDING_BLOCK))
     return max(room, whole(4 * C, ROUNDING_BLOCK))
 
@@ -140,12 +147,20 @@ def norm_partials(o: PlanOptions) -> int:
     return -(-(o.num_parameters // (o.ranks if o.shares else 1)) // TUNING[o.device].update_elements)
 
 
-def layer_elements(o: PlanOptions) -> int:
-    """Elements of one layer's tensors."""
-    shapes = parameter_shapes(o.config, o.tensor_parallel)
-    return sum(prod(shapes[p.name][1:]) for p in PARAMETERS if p.per_layer)
+def attention_library_bytes(o: PlanOptions) -> int:
+    """What a card's attention takes in memory of its own, o and lse forward, more backward; freed at once.
 
-
-def outer_elements(o: PlanOptions) -> int:
-    """Elements of the tensors that belong to no layer."""
-    return o.num_parameters - o.config.num_layers * layer_elements(o)
+    Backward that is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; of torch 2.11.
+    """
+    if o.attention_kind in ("cpu", "triton"):
+        return 0
+    HS, heads = o.config.head_size, o.B * sizes_of(o.config, parts=o.tensor_parallel)["h"]
+    gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
+    rows_of_tiles = 4 * heads * whole(o.T, LIBRARY_TILE_ROWS)
+    if o.attention_kind == "flash":  # sums dq deterministically: in one copy for every part of the card that works on a head
+        return gradients + rows_of_tiles + rows_of_tiles * whole(HS, 32) * -(-o.processors // heads)
+    if o.attention_kind == "cudnn":
+        return gradients + row_sums + dq  # a guess, as its workspace is not documented
+    if o.precision == "fp32":  # sums dq in place, but makes tensors of do * o, its row sums, and these transposed
+        return gradients + dq + 2 * row_sums
+    return gradients + row_sums + rows_of_tiles * whole(HS, 64)

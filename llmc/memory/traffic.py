@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from llmc.memory.ladder import backward_schedule, kept_names, segments
-from llmc.memory.layout import gradient_groups, weight_groups, weight_slot
+from llmc.memory.layout import gradient_groups, weight_groups
 from llmc.memory.options import PlanOptions
+from llmc.memory.slots import weight_slot
 from llmc.memory.tables import (
     ALL_ROWS_OF, BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, SUMMED_OVER_PARTS, SUMS_ROWS, parameter_shapes,
 )  # fmt: skip

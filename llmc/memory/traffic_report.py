@@ -5,7 +5,7 @@ from llmc.memory.columns import in_columns
 from llmc.memory.cost import peak_flops
 from llmc.memory.options import PlanOptions
 from llmc.memory.traffic import Network, step_traffic
-from llmc.memory.tuning import MIB
+from llmc.units import MIB
 
 BESIDE = {
     "gradients of layers": "gradients of layers are summed while backward goes on below them",

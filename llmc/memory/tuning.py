@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-MIB = 1024 * 1024
+from llmc.units import MIB
+
 ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
@@ -22,7 +23,6 @@ HEAD_GROUP = 4  # chunks whose bf16 weight gradients are added up in bf16; group
 # that ranks tell each other every step: loss, norms of their gradient and of what all parts have of it, whether to stop, checkpoints
 # written
 RANK_NUMBERS = 5
-OFFLOAD_SLOTS = 3  # residuals on the device with --offload-residual: one in use, one on its way in, one on its way out
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,3 @@ TUNING = {
     # leads, not measured yet; all but the first are for a card without Triton
     "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
 }
-
-
-def whole(n: int, unit: int) -> int:
-    """n, or the next multiple of a unit."""
-    return -(-n // unit) * unit
-
-
-def even_part(n: int, most: int) -> int:
-    """The largest of parts of n that are as few and as even as can be, each of at most so much."""
-    return -(-n // -(-n // most))
