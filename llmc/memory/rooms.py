@@ -21,8 +21,8 @@ NUMBA_ATTENTION = (
     ("queries", f"Wa 4 {ATTENTION_BLOCK} Hb", "factor"), ("block", f"Wa 2 {ATTENTION_BLOCK} Hb", "fp32"),
     ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
-LIBRARY_TILE_ROWS = 128  # of a card's attention that is not ours
 TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
+LIBRARY_TILE_ROWS = 128  # of a card's attention that is not ours
 
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
