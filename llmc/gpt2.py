@@ -26,7 +26,7 @@ from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import classifier_rows, head_sums
 from llmc.memory.slots import layer_slot
-from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS, sizes_of
+from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.memory.tuning import HEAD_GROUP, TUNING
 from llmc.rand import XorShift
 
@@ -54,7 +54,7 @@ class GPT2:
     def __init__(self, plan: Plan, device="cpu", sharing=None, graphs=None):
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
-        self.B, self.T, self.NH, self.C = o.B, o.T, sizes_of(o.config, parts=o.tensor_parallel)["h"], o.config.channels
+        self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
         self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
         self.run = graphs.run if graphs else run_at_once

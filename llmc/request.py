@@ -28,6 +28,7 @@ from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.rooms import widens
 from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
+from llmc.units import whole
 
 ALONE = World()
 
@@ -85,7 +86,7 @@ def check_batch(s: Settings, world: World) -> int:
     per_micro_step = s.batch_size * s.sequence_length * ranks
     total = per_micro_step if s.total_batch_size == -1 else s.total_batch_size
     if total % per_micro_step:
-        below, above = total // per_micro_step * per_micro_step, -(-total // per_micro_step) * per_micro_step
+        below, above = total // per_micro_step * per_micro_step, whole(total, per_micro_step)
         choice = f"{below} or {above}" if below else above
         raise UserError(
             f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{ranks} = {per_micro_step}; "

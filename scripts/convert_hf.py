@@ -25,6 +25,7 @@ from llmc.errors import UserError, run_script, full_disk_or_denied
 from llmc.files import write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
+from llmc.units import whole
 
 # ours -> theirs; {l} is the layer
 HF_NAMES = {
@@ -144,7 +145,7 @@ def size_from_hf(values: dict, source: str, name: str, default: int | None = Non
 
 def padded_to_128(V: int) -> int:
     """The vocabulary, rounded up as llm.c does: matmuls like it."""
-    return -(-V // 128) * 128
+    return whole(V, 128)
 
 
 def open_tensors(folder: Path) -> dict:

@@ -112,7 +112,7 @@ def test_the_reason_names_the_plan_the_budget_and_the_level_that_was_too_large()
 @pytest.mark.parametrize("level", LEVELS)
 def test_largest_batch_is_exactly_the_largest(config, T, level):
     """Against trying them all: no larger batch fits, although one more row can halve the head's chunk and need less."""
-    o = PlanOptions(config, 1, T, recompute=level, device="cpu", sample_length=min(64, config.max_seq_len))
+    o = PlanOptions(config, 1, T, recompute=level, precision="bf16", device="cpu", sample_length=min(64, config.max_seq_len))
     totals = [Plan(replace(o, B=B)).total_bytes for B in range(1, 41)]
     for budget in (totals[0] - 1, totals[0], totals[1] - 1, totals[6] - 1, totals[6], totals[7], totals[8], totals[20] - 1, totals[20]):
         fitting = [B for B, total in enumerate(totals, 1) if total <= budget]

@@ -14,7 +14,7 @@ from ranks_model import CONFIG, Ranks, case, whole
 
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import segments
-from llmc.memory.slots import LAYER_SLOTS, layer_slot
+from llmc.memory.slots import LAYER_SLOTS
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.tuning import RANK_NUMBERS
 
@@ -254,8 +254,8 @@ def fetched_layers(o, A) -> int:
         needed += [*again, *reversed(span)]
     slots, fetched = {}, 0
     for l in needed * A:
-        fetched += slots.get(layer_slot(l)) != l
-        slots[layer_slot(l)] = l
+        fetched += slots.get(l % LAYER_SLOTS) != l
+        slots[l % LAYER_SLOTS] = l
     if o.recompute < 6:
         assert fetched == o.config.num_layers + (2 * A - 1) * max(0, o.config.num_layers - LAYER_SLOTS)
     return fetched

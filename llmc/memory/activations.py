@@ -128,7 +128,7 @@ def _rank_rows(o: PlanOptions):
         yield "stream", "gathered", "B T C", "act", STEP
         yield "own_inputs", "gathered", "B T", "int64", ("encoder", "encoder")
         # all parts of qkvw, or of another with its padding
-        biggest = max(4 * o.config.channels // o.tensor_parallel, 3 * plan_sizes(o)["k"]) * o.config.channels
+        biggest = max(4 * o.config.channels // o.tensor_parallel, 3 * o.heads * o.config.head_size) * o.config.channels
         yield "whole_tensor", "gathered", str(biggest * o.tensor_parallel), "fp32", update
         yield "part_tensor", "gathered", str(biggest), "fp32", update
     if o.ranks == 1:

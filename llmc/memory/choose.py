@@ -13,7 +13,6 @@ from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT, goes_with
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.rooms import plan_sizes
 from llmc.units import MIB
 
 # what a way to fit costs beside FLOPs, in percent of a step's time: rough, and only to put the ways in order
@@ -99,7 +98,7 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
 
     if not fits(1):
         return 0
-    heads, further = plan_sizes(options)["h"], 1
+    heads, further = options.heads, 1
     while further:
         low = reached_from(further)
         tried = {*range(low + 1, max(low + 9, options.processors // heads + 2)), *_overtaken(planned(low), planned(low + 1))}

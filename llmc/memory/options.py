@@ -5,7 +5,7 @@ from math import prod
 
 from llmc.config import ModelConfig
 from llmc.memory.layout import divides
-from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
+from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes, sizes_of
 
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "m": 1, "v": 1, "master": 1, "master_bits": 1}  # arena -> ZeRO stage
 
@@ -101,6 +101,11 @@ class PlanOptions:
     def world(self) -> int:
         """Ranks in all."""
         return self.ranks * self.tensor_parallel
+
+    @property
+    def heads(self) -> int:
+        """Of this rank's part of the model."""
+        return sizes_of(self.config, parts=self.tensor_parallel)["h"]
 
     @property
     def num_parameters(self) -> int:

@@ -112,10 +112,9 @@ def attention_queries(o: PlanOptions) -> int:
 def attention_heads(o: PlanOptions) -> int:
     """Heads that it works on at once: those of some whole sequences, or an even part of one's."""
     heads = max(1, TUNING[o.device].score_elements // (attention_queries(o) * o.T))
-    NH = sizes_of(o.config, parts=o.tensor_parallel)["h"]
-    if heads >= NH:
-        return min(o.B, heads // NH) * NH
-    return even_part(NH, heads)
+    if heads >= o.heads:
+        return min(o.B, heads // o.heads) * o.heads
+    return even_part(o.heads, heads)
 
 
 def attention_workers(o: PlanOptions) -> int:
@@ -123,8 +122,7 @@ def attention_workers(o: PlanOptions) -> int:
     sizes = _attention_sizes(o) | {"Wa": 1}
     rooms = (row for row in NUMBA_ATTENTION if row[1].startswith("Wa"))
     each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.factor_type if dtype == "factor" else dtype] for _, shape, dtype in rooms)
-    heads = o.B * sizes_of(o.config, parts=o.tensor_parallel)["h"]
-    return max(1, min(heads, TUNING[o.device].worker_bytes // each))
+    return max(1, min(o.B * o.heads, TUNING[o.device].worker_bytes // each))
 
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
@@ -154,7 +152,7 @@ def attention_library_bytes(o: PlanOptions) -> int:
     """
     if o.attention_kind in ("cpu", "triton"):
         return 0
-    HS, heads = o.config.head_size, o.B * sizes_of(o.config, parts=o.tensor_parallel)["h"]
+    HS, heads = o.config.head_size, o.B * o.heads
     gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
     rows_of_tiles = 4 * heads * whole(o.T, LIBRARY_TILE_ROWS)
     if o.attention_kind == "flash":  # sums dq deterministically: in one copy for every part of the card that works on a head
