@@ -201,7 +201,7 @@ def open_data(run):
     s, world, plan = run.settings, run.world, run.plan
     world.progress("opening the data")
     from llmc.data.evals import EvalLoader
-    from llmc.data.shards import TokenLoader
+    from llmc.data.loader import TokenLoader
     from llmc.data.tokenizer import find_tokenizer
 
     o, vocab_size = plan.options, plan.options.config.vocab_size
@@ -221,6 +221,7 @@ def open_data(run):
     run.val_batches = 0
     if run.val_loader:
         run.val_batches = run.val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
+        run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches))  # a resumed run trains long before it needs them
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
@@ -352,6 +353,9 @@ def loop(run) -> OSError | None:
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
     run.speed_log.close()
+    if stop.error:
+        kept = f"; step {step} is kept in {run.settings.output_dir}: once that is mended, -y 1 goes on there"
+        raise UserError(f"{stop.error}" + kept * bool(run.settings.output_dir))
     return stop.lost_output
 
 
@@ -391,6 +395,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
         run.world.moved()
         run.last_batch = inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
+    look_ahead(run, step)
     model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.checkpoints.written
     grad_norm = model.grad_norm()
     launched.reading = run.backend.read_later(model.acts["loss_sum"], grad_norm, model.sharing.stops, model.sharing.written_by_all)
@@ -404,6 +409,20 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
         model.update(launched.lr, s.weight_decay, step + 1, grad_norm)
     launched.ended = clock.end()
     return launched
+
+
+def look_ahead(run, step: int):
+    """Check what the next step trains on while the device is busy with this one: data that it cannot take end the run after a checkpoint.
+
+    Several ranks agree to stop when they read this step's numbers. Where the next step is launched before that, it is the next two.
+    """
+    if run.settings.overfit_single_batch:
+        return
+    steps = 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
+    try:
+        run.train_loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
+    except UserError as error:
+        run.stop.cannot_go_on(error)
 
 
 def may_skip(s: Settings) -> bool:

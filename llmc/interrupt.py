@@ -1,4 +1,5 @@
-"""SIGINT, SIGTERM, SIGHUP and the loss of who reads what is printed, as a question the loop asks between steps: should we stop?"""
+"""SIGINT, SIGTERM, SIGHUP, the loss of who reads what is printed, and data that cannot be trained on, as a question the loop asks between
+steps: should we stop?"""
 
 import os
 import signal
@@ -18,17 +19,23 @@ class StopRequest:
     agreed       whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
                  and every few batches of an evaluation
     lost_output  why nothing can be printed any more, if that is what asked
+    error        with which the run ends, if that is what asked
     """
 
     def __init__(self, alone=True):
         self.requested = self.agreed = False
-        self.lost_output = None
+        self.lost_output = self.error = None
         self._alone = alone
         sys.stdout = StillPrinting(sys.stdout, self._lose_output)
         for number in ASKED_TWICE:
             signal.signal(number, self._remember)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._remember)
+
+    def cannot_go_on(self, error: Exception):
+        """Ask because the next step is impossible. The first error counts."""
+        self.error = self.error or error
+        self._ask()
 
     def _ask(self):
         self.requested = True

@@ -185,7 +185,8 @@ def measure_host_side(args, backend, precision):
     """What the loader and the log cost per step, measured apart: too little to see in a step's time."""
     import tempfile
 
-    from llmc.data.shards import TokenLoader, write_shard
+    from llmc.data.loader import TokenLoader
+    from llmc.data.shards import write_shard
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "tokens.bin")

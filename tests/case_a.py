@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.config import ModelConfig
-from llmc.data.shards import LoaderState
+from llmc.data.walk import LoaderState
 from llmc.memory.tables import PARAMETERS, resolve, sizes_of
 
 CONFIG = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)

@@ -35,17 +35,19 @@ def rank_of(argv, rank, out, err, hook, prepare):
 
 def record_served(path):
     """Add a line "shard start end" to a file for the inputs of every batch that the training loader serves."""
-    from llmc.data.shards import TokenLoader
+    from llmc.data.loader import TokenLoader
 
-    real = TokenLoader._checked_tokens
+    real = TokenLoader.next_batch
 
-    def checked_tokens(self, shard, tokens, start, end):
+    def next_batch(self):
+        batch = real(self)
         if self.flag == "-i":
             with open(path, "a") as file:
-                print(shard, start, end - 1, file=file)
-        return real(self, shard, tokens, start, end)
+                for piece in self._place.batch:
+                    print(self.paths.index(piece.path), piece.start, piece.end, file=file)
+        return batch
 
-    TokenLoader._checked_tokens = checked_tokens
+    TokenLoader.next_batch = next_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from llmc.data.order import token_order
-from llmc.data.shards import TokenLoader, write_shard
+from llmc.data.loader import TokenLoader
+from llmc.data.shards import write_shard
 
 
 def tokens(shape, below, seed=0, dtype=np.int64, start=0):

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,33 @@ def test_weights_that_are_no_numbers_end_all_ranks_and_one_says_it(case, tmp_pat
     assert re.fullmatch(r"error: step \d+: the .*(nan|inf).*, which leaves no weight a number; .*\n", ended[0].err), ended[0].err
     assert steps_in(tmp_path / "log") == [1, 2]
     assert "resuming at step 2" in ran(2, tmp_path / "c", *argv, "-x 3 -y 1")
+
+
+def as_on_a_gpu():
+    """Every step is launched before the numbers of the last one are read."""
+    train_gpt2.Backend.asynchronous = True
+
+
+@pytest.mark.parametrize("flags, prepare", [
+    ("-z 1 -b 2", None), ("-z 2 -b 2 -d 512", as_on_a_gpu), ("-z 3 -b 4 --tensor-parallel 2 --kernels numba --async-checkpoint 1", None),
+])  # fmt: skip
+def test_data_that_one_rank_cannot_train_on_end_all_after_a_checkpoint(case, tmp_path, flags, prepare):
+    """The rank that will need the token finds it in time. Once it is mended, the end is the straight run's."""
+    data = shutil.copytree(case, tmp_path / "data")
+    argv = [*inputs(data), COMMON, "-x 20 -n 1000 -v 0 -s 0", flags]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    ran(2, tmp_path / "a", *argv, "-o", straight)
+    good = (data / "train_02.bin").read_bytes()
+    (data / "train_02.bin").write_bytes(good[: 1024 + 2 * 3000] + b"\x60\0" + good[1024 + 2 * 3001 :])
+    ended = start(2, tmp_path / "b", *argv, "-o", broken, prepare=prepare).ended()
+    step = len(losses(ended[0].out))
+    assert [rank.code for rank in ended] == [2, 2] and steps_in(broken) == [step] and 0 < step < 20
+    said = "".join(rank.err for rank in ended)
+    assert "train_02.bin: token 96 at position 3000 is outside" in said and f"step {step} is kept in {broken}" in said
+    (data / "train_02.bin").write_bytes(good)
+    ran(2, tmp_path / "c", *argv, "-y 1 -o", broken)
+    names = ["main.log", *(path.name for path in straight.iterdir() if "00000020" in path.name)]
+    assert len(names) > 3 and files(broken, *names) == files(straight, *names)
 
 
 @pytest.mark.parametrize("whom", [0, 1])

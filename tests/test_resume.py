@@ -30,6 +30,7 @@ from case_a import CONFIG, write_case_a
 from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
+from llmc.backend import Backend
 from llmc.interrupt import StopRequest
 from llmc.memory.tables import num_parameters
 
@@ -447,6 +448,43 @@ def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more to stop at once\n"
+
+
+@pytest.mark.parametrize("flags", ["-n 1000", "-n 2 -nk 1 --async-checkpoint 1", "-n 1000 -sl 5 -sg 5"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_data_that_cannot_be_trained_on_end_a_run_with_a_checkpoint_and_once_mended_it_goes_on(
+    case, tmp_path, monkeypatch, flags, asynchronous
+):
+    """The next step's tokens are checked before this one is the last; also as on a GPU, where a step is launched meanwhile."""
+    data = shutil.copytree(case, tmp_path / "data")
+    argv = [*inputs(data), SMALL, "-x 20 --kernels torch", QUIET, flags, "-o"]
+    ran(*argv, tmp_path / "straight")
+    good = (data / "train_02.bin").read_bytes()
+    (data / "train_02.bin").write_bytes(good[: 1024 + 2 * 1500] + b"\x60\0" + good[1024 + 2 * 1501 :])
+    monkeypatch.setattr(Backend, "asynchronous", asynchronous)
+    broken = tmp_path / "broken"
+    ended = run(*argv, broken)
+    step = len(losses(ended.out))
+    assert steps_in(broken)[-1] == step and 2 < step < 16 and ended.code == 2
+    assert ended.err == (
+        f"error: -i {data}/train_02.bin: token 96 at position 1500 is outside the model's vocabulary of 96; prepare the data with this "
+        f"model's tokenizer, or choose another model; step {step} is kept in {broken}: once that is mended, -y 1 goes on there\n"
+    )
+    assert run(*argv, broken, "-y 1").err.startswith("error: -i") and steps_in(broken)[-1] == step
+    (data / "train_02.bin").write_bytes(good)
+    ran(*argv, broken, "-y 1")
+    assert_same_end(broken, tmp_path / "straight", 20)
+
+
+def test_validation_data_are_checked_before_a_step_is_trained(case, tmp_path):
+    """A run that goes on validates only -v steps later."""
+    data = shutil.copytree(case, tmp_path / "data")
+    argv = [*inputs(data), SMALL, "-v 50 -m -1 -s 0 --kernels torch -n 2 -o", tmp_path / "log"]
+    ran(*argv, "-x 2")
+    good = (data / "val.bin").read_bytes()
+    (data / "val.bin").write_bytes(good[: 1024 + 2 * 600] + b"\x60\0" + good[1024 + 2 * 601 :])
+    ended = run(*argv, "-x 9 -y 1")
+    assert ended.code == 2 and "val.bin: token 96 at position 600" in ended.err and not losses(ended.out)
 
 
 def test_a_run_that_nobody_reads_any_more_leaves_a_checkpoint_and_goes_on_from_there(case, tmp_path):

@@ -11,7 +11,7 @@ from llmc.checkpoint.saved_state import SavedState, layers
 from llmc.checkpoint.state_file import TrainingState, write_extra, write_state
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
-from llmc.data.shards import LoaderState
+from llmc.data.walk import LoaderState
 from llmc.errors import UserError
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 from llmc.rand import MersenneTwister

@@ -1,18 +1,15 @@
-"""Shards are read and written as llm.c does, the loader keeps its order, and a damaged file is refused with a reason."""
+"""Shards are read and written as llm.c does, and a damaged file is refused with a reason."""
 
-import dataclasses
 import hashlib
-import json
 from pathlib import Path
 
 import case_a
 import numpy as np
 import pytest
 
-from llmc.data.shards import TokenLoader, find_shards, open_shard, write_shard
+from llmc.data.shards import find_shards, open_shard, write_shard
 from llmc.errors import UserError
 
-GOLDEN = Path(__file__).parent / "golden"
 CASE_A_SHA256 = {
     "eval.bin": "4e55d7467bebffafda4deba5e87e0cef7c4fc5dfac589fd2ba36a7ff1bdcc3af",
     "model.bin": "9ef3d88e0a72d8cfdab4b4ccecc7857e2c5f2e7864889371055092e4d0d56deb",
@@ -27,153 +24,9 @@ def case(tmp_path_factory):
     return case_a.write_case_a(tmp_path_factory.mktemp("case_a"))
 
 
-@pytest.fixture
-def shards(tmp_path):
-    """Three shards of different sizes; token i of shard s is 1000*s + i % 1000."""
-    for s, size in enumerate((101, 60, 77)):
-        write_shard(tmp_path / f"s_{s}.bin", 1000 * s + np.arange(size) % 1000)
-    return str(tmp_path / "s_*.bin")
-
-
-def batches(loader, count):
-    return [tuple(x.copy() for x in loader.next_batch()) for _ in range(count)]
-
-
-def assert_same(ours, theirs):
-    for (a, b), (c, d) in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(a, c)
-        np.testing.assert_array_equal(b, d)
-
-
-def fnv1a_64(values) -> str:
-    """FNV-1a over int32 bytes. The golden files were hashed from this start, FNV's 14695981039346656037 less its last digit."""
-    digest = 1469598103934665603
-    for byte in values.astype("<i4").tobytes():
-        digest = (digest ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return f"{digest:016x}"
-
-
 def test_case_a_is_the_golden_case(case):
     """Byte for byte the files that llm.c's numbers were measured on."""
     assert {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in case.iterdir()} == CASE_A_SHA256
-
-
-@pytest.mark.parametrize("golden", ["1proc_shuffled", "2proc_ordered", "3proc_shuffled"])
-def test_data_order_is_llmc_s(case, golden):
-    """Every batch of every rank for several epochs, B=4, T=32: first input, last target, hashes of all inputs and targets."""
-    ranks = json.loads((GOLDEN / f"loader_A_{golden}.json").read_text())
-    for rank, expected in enumerate(ranks.values()):
-        loader = TokenLoader(
-            str(case / "train_*.bin"), 4, 32, rank=rank, num_processes=len(ranks), shuffle="shuffled" in golden, vocab_size=96
-        )
-        for line in expected:
-            inputs, targets = loader.next_batch()
-            assert [inputs[0, 0], targets[-1, -1], fnv1a_64(inputs), fnv1a_64(targets)] == line
-    assert loader.num_tokens == 8333
-
-
-def test_batches_are_contiguous_int64_and_targets_are_the_next_tokens(shards):
-    loader = TokenLoader(shards, 3, 5)
-    inputs, targets = loader.next_batch()
-    for x in (inputs, targets):
-        assert x.shape == (3, 5) and x.dtype == np.int64 and x.flags.c_contiguous
-    np.testing.assert_array_equal(inputs.ravel(), np.arange(15))
-    np.testing.assert_array_equal(targets.ravel(), np.arange(1, 16))
-
-
-def test_ranks_in_order_share_each_sample_without_overlap(shards):
-    ranks = [TokenLoader(shards, 2, 4, rank=r, num_processes=3) for r in range(3)]
-    for sample in range(4):  # (101 - 1) // 24
-        inputs = np.concatenate([loader.next_batch()[0].ravel() for loader in ranks])
-        np.testing.assert_array_equal(inputs, sample * 24 + np.arange(24))
-    assert ranks[0].next_batch()[0][0, 0] == 1000  # the tail of shard 0 is dropped
-
-
-def test_an_epoch_serves_every_sample_once_in_a_new_order(shards):
-    loader = TokenLoader(shards, 2, 5, shuffle=True)
-    per_epoch = 10 + 5 + 7
-    epochs = [[int(inputs[0, 0]) for inputs, _ in batches(loader, per_epoch)] for _ in range(3)]
-    every = [s * 1000 + 10 * i for s, n in enumerate((10, 5, 7)) for i in range(n)]
-    assert all(sorted(epoch) == every for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_reset_starts_an_ordered_loader_over(shards):
-    loader = TokenLoader(shards, 2, 5)
-    first = batches(loader, 3)
-    loader.reset()
-    assert_same(batches(loader, 3), first)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("served", [0, 1, 5, 10, 21, 22, 23, 50])
-def test_resuming_equals_never_stopping(shards, shuffle, served):
-    """Mid-shard, at a shard's end, at an epoch's end and in a later epoch; 30 more batches cross another epoch."""
-    loader = TokenLoader(shards, 2, 5, shuffle=shuffle)
-    batches(loader, served)
-    state = loader.state()
-    expected = batches(loader, 30)
-    resumed = TokenLoader(shards, 2, 5, shuffle=shuffle)
-    batches(resumed, 3)
-    resumed.restore(state)
-    assert_same(batches(resumed, 30), expected)
-    resumed.restore(state)  # a state is a copy: serving on did not change it
-    assert_same(batches(resumed, 30), expected)
-
-
-def test_a_restored_place_keeps_the_permutation_in_the_file(shards):
-    """llm.c trusts the saved order rather than drawing it again; so a hand-made order is what is served."""
-    loader = TokenLoader(shards, 2, 5, shuffle=True)
-    order = np.array([2, 0, 1], np.int32)
-    samples = np.array([6, 5, 4, 3, 2, 1, 0], np.int32)
-    loader.restore(
-        dataclasses.replace(
-            loader.state(), current_shard_idx=0, current_sample_idx=1, shard_indices=order, shard_num_samples=7, intra_shard_indices=samples
-        )
-    )
-    assert loader.next_batch()[0][0, 0] == 2050
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"shard_indices": np.arange(4, dtype=np.int32)}, "has 4 shards and .* has 3: .*-b, -t"),
-        ({"shard_num_samples": 99}, "has 99 samples in the current shard"),
-        ({"should_shuffle": False}, "in order and this run reads it shuffled"),
-        ({"shard_indices": np.array([0, 0, 1], np.int32)}, "not a permutation"),
-        ({"current_shard_idx": 3}, "not a permutation"),
-        ({"current_sample_idx": 1000}, "not a permutation"),
-        ({"shuffle_rng": b""}, "0 bytes, expected 2520"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(shards, change, message):
-    loader, untouched = (TokenLoader(shards, 2, 5, shuffle=True) for _ in range(2))
-    with pytest.raises(UserError, match=message):
-        loader.restore(dataclasses.replace(loader.state(), **change))
-    assert_same(batches(loader, 30), batches(untouched, 30))
-
-
-def test_an_ordered_state_beyond_the_data_is_refused(shards):
-    loader = TokenLoader(shards, 2, 5)
-    with pytest.raises(UserError, match="at least 8 shards"):
-        loader.restore(dataclasses.replace(loader.state(), current_shard_idx=7))
-    with pytest.raises(UserError, match="at least 11 samples"):
-        loader.restore(dataclasses.replace(loader.state(), current_sample_idx=11))
-
-
-def test_tokens_beyond_two_gib_are_reached(tmp_path):
-    """llm.c's seek offset is a 32-bit int. The file is sparse: 2.4 GB long, a few kB on the disk."""
-    path, count, place = tmp_path / "big.bin", 1_200_000_001, 1_199_999_000
-    tail = np.arange(1001, dtype=np.uint16)
-    with open(path, "wb") as file:
-        file.write(case_a.header(20240520, 1, count))
-        file.seek(1024 + 2 * place)
-        file.write(tail.tobytes())
-    loader = TokenLoader(str(path), 2, 50)
-    loader.restore(dataclasses.replace(loader.state(), current_sample_idx=place // 100))
-    inputs, targets = loader.next_batch()
-    np.testing.assert_array_equal(inputs.ravel(), tail[:100])
-    np.testing.assert_array_equal(targets.ravel(), tail[1:101])
 
 
 def test_written_shards_are_llmc_s_bytes(tmp_path):
@@ -211,13 +64,13 @@ def test_a_damaged_shard_is_named_with_its_fault(tmp_path, raw, message):
     path = tmp_path / "x.bin"
     path.write_bytes(raw)
     with pytest.raises(UserError, match=message) as caught:
-        TokenLoader(str(path), 1, 1)
+        open_shard(path)
     assert str(path) in str(caught.value)
 
 
 def test_missing_files_name_the_flag_and_what_to_run(tmp_path):
     with pytest.raises(UserError, match=r"-j .*nothing_\*.bin: no such file.*python scripts/prepare_tinyshakespeare.py"):
-        TokenLoader(str(tmp_path / "nothing_*.bin"), 1, 1, flag="-j")
+        find_shards(str(tmp_path / "nothing_*.bin"), "-j")
     with pytest.raises(UserError, match="gone.bin does not exist"):
         open_shard(tmp_path / "gone.bin")
 
@@ -227,18 +80,3 @@ def test_shards_are_found_sorted_and_a_name_with_brackets_is_a_name(tmp_path):
         write_shard(tmp_path / name, [1])
     assert [Path(p).name for p in find_shards(str(tmp_path / "?.bin"), "-i")] == ["a.bin", "b.bin"]
     assert [Path(p).name for p in find_shards(str(tmp_path / "c[1].bin"), "-i")] == ["c[1].bin"]
-
-
-def test_a_shard_smaller_than_a_batch_says_the_arithmetic(shards):
-    with pytest.raises(UserError, match=r"s_1.bin holds 60 tokens, and one batch takes 61 \(-b 2 times -t 10 times 3 processes, plus 1\)"):
-        TokenLoader(shards, 2, 10, num_processes=3)
-
-
-def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path):
-    tokens = np.zeros(50, np.uint16)
-    tokens[33] = 96
-    write_shard(tmp_path / "x.bin", tokens)
-    loader = TokenLoader(str(tmp_path / "x.bin"), 2, 5, vocab_size=96)
-    batches(loader, 3)
-    with pytest.raises(UserError, match="x.bin: token 96 at position 33 is outside the model's vocabulary of 96"):
-        loader.next_batch()

@@ -10,7 +10,7 @@ import pytest
 from llmc.checkpoint.debug_state import read_debug_state, write_debug_state
 from llmc.checkpoint.state_file import TrainingState, read_extra, read_num_processes, read_state, write_extra, write_state
 from llmc.config import ModelConfig
-from llmc.data.shards import LoaderState
+from llmc.data.walk import LoaderState
 from llmc.errors import UserError
 from llmc.memory.tables import parameter_shapes
 

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from llmc.checkpoint.model_file import whole
-from llmc.data.shards import LoaderState
+from llmc.data.walk import LoaderState
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
 from llmc.rand import STATE_STRUCT

@@ -40,6 +40,10 @@ class Geometry:
         """Inputs of all ranks in one micro-step."""
         return self.B * self.T * self.num_processes
 
+    def samples_in(self, num_tokens: int) -> int:
+        """Samples of a shard; one token less, for the last target. The rest of a shard is dropped."""
+        return (num_tokens - 1) // self.sample_tokens
+
     def __str__(self):
         return f"-b {self.B} -t {self.T} on {self.num_processes} process{'es' if self.num_processes > 1 else ''}"
 

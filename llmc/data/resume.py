@@ -11,7 +11,8 @@ from itertools import accumulate
 import numpy as np
 
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, unpack
-from llmc.data.shards import MAX_SHARD_TOKENS, LoaderState, check_permutations
+from llmc.data.shards import MAX_SHARD_TOKENS
+from llmc.data.walk import LoaderState, check_permutations
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
 
@@ -107,7 +108,7 @@ def starts_of(shards: Shards) -> list[int]:
 
 def not_served(states: list[LoaderState], shards: Shards, geometry: Geometry) -> np.ndarray:
     """Intervals of the inputs that no rank has served in the epoch these states are of. Raises UserError for impossible states."""
-    samples = [(num_tokens - 1) // geometry.sample_tokens for _, num_tokens in shards]
+    samples = [geometry.samples_in(num_tokens) for _, num_tokens in shards]
     for state in states:
         check_place(state, samples)
     if len({batches_served(state, samples) for state in states}) > 1:

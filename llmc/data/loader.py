@@ -1,0 +1,173 @@
+"""The loader that serves training and validation batches from token shards, in llm.c's order for any number of processes."""
+
+import os
+import zlib
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from llmc.data.order import TokenOrder, token_order
+from llmc.data.remainder import Geometry, pack
+from llmc.data.shards import find_shards, open_shard
+from llmc.data.walk import LoaderState, Piece, Place, Rest, Walk, check_permutations, state_of
+from llmc.errors import UserError
+from llmc.rand import MersenneTwister
+
+
+class TokenLoader:
+    """Batches of (inputs, targets) from the shards that `pattern` names.
+
+    Shards and, in each shard entered, samples are shuffled when `shuffle`, or else served in order, for ever. Headers and sizes of all
+    shards are checked at the start, so that a run does not stop in the night; tokens when they are looked at, which can be ahead of time
+    (`look_ahead`). A run that goes on with other batches, processes or shards is first served what is left of its epoch (`go_on`).
+    Raises UserError for files that are missing, damaged or smaller than one batch.
+    """
+
+    def __init__(self, pattern, B, T, *, rank=0, num_processes=1, shuffle=False, vocab_size=65536, flag="-i"):
+        self.geometry, self.rank = Geometry(B, T, num_processes), rank
+        self.vocab_size, self.flag, self.pattern = vocab_size, flag, pattern
+        self.paths = find_shards(pattern, flag)
+        sizes = [self._checked_size(path) for path in self.paths]
+        self.shards = [(os.path.basename(path), num_tokens) for path, num_tokens in zip(self.paths, sizes)]
+        self.num_tokens = sum(sizes)
+        self.num_batches = sum(map(self.geometry.samples_in, sizes))  # of an epoch
+        self._walk = Walk(self.paths, sizes, self.geometry, rank)
+        self._buffer = np.empty((2, B, T), dtype=np.int64)
+        # llm.c seeds by rank, so each rank walks the shards in an order of its own
+        self._go_to(self._walk.begin(MersenneTwister(42 + rank) if shuffle else None))
+
+    def summary(self) -> str:
+        """What is read, in a few words that differ where the shards do."""
+        names = zlib.crc32(repr(self.shards).encode())
+        return f"{len(self.shards)} shards of {self.num_tokens} tokens ({names:08x})"
+
+    def reset(self) -> None:
+        """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""
+        self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
+
+    def look_ahead(self, batches: int) -> None:
+        """Read and check so many of the batches to come. What is served, and `state`, do not depend on it.
+
+        Raises UserError for the first that cannot be served, as of a token outside the vocabulary; those before it still can.
+        """
+        while len(self._coming) < batches:
+            place = self._walk.after(self._coming[-1] if self._coming else self._place)
+            for piece in place.batch:
+                self._check(piece)
+            self._coming.append(place)
+            self._walk.read_ahead(place)
+
+    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, also where a piece ends.
+
+        Both are views of one buffer that the next call overwrites. Raises UserError as `look_ahead` does.
+        """
+        self.look_ahead(1)
+        self._place = self._coming.popleft()
+        inputs, targets = self._buffer.reshape(2, -1)
+        filled = 0
+        for _, tokens, start, end in self._place.batch:
+            inputs[filled : filled + end - start] = tokens[start:end]
+            targets[filled : filled + end - start] = tokens[start + 1 : end + 1]
+            filled += end - start
+        return self._buffer[0], self._buffer[1]
+
+    def token_order(self) -> TokenOrder:
+        """Which positions of the inputs just served hold the same token: to be asked for while a device is busy with them."""
+        return token_order(self._buffer[0])
+
+    def state(self) -> LoaderState:
+        """Where the loader is: after `restore` of it, next_batch returns what it would return now."""
+        return state_of(self._place)
+
+    def data_state(self) -> dict:
+        """What `state` has no room for, in plain values for the extra file: the names and lengths of the shards, and a remainder."""
+        data = {"shards": [list(shard) for shard in self.shards]}
+        if rest := self._place.rest:
+            data["remainder"] = {"intervals": pack(rest.remainder.intervals), "served": rest.served}
+        return data
+
+    def go_on(self, continued) -> None:
+        """Go on as llmc.data.resume.plan_resume says: at a saved place, or at the start of an epoch, after a remainder if there is one.
+
+        Raises UserError, and stays where it was, as `restore` does.
+        """
+        if continued.state:
+            place = self._place_of(continued.state)
+        else:
+            self.check_shuffle(continued.should_shuffle)
+            place = self._walk.begin(MersenneTwister(continued.seed) if self._shuffles else None)
+        if remainder := continued.remainder:
+            assert remainder.geometry == self.geometry
+            place = replace(place, rest=Rest(remainder, remainder.order(self.rank), continued.served))
+        self._go_to(place)
+
+    def restore(self, state: LoaderState) -> None:
+        """Go to a saved place. Raises UserError, and stays where it was, if these shards or this batch do not have it."""
+        self._go_to(self._place_of(state))
+
+    def check_shuffle(self, saved: bool) -> None:
+        """Raise UserError unless a checkpoint that read its data shuffled, or not, can be resumed here."""
+        if saved != self._shuffles:
+            was, now = ("shuffled", "in order") if saved else ("in order", "shuffled")
+            raise UserError(
+                f"the checkpoint was reading its training data {was} and this run reads it {now}; "
+                "resume with the -a of the run it comes from"
+            )
+
+    @property
+    def _shuffles(self) -> bool:
+        return self._place.rng is not None
+
+    def _go_to(self, place: Place) -> None:
+        self._place, self._coming = place, deque()  # the places after it that were looked at already
+        self._walk.read_ahead(place)
+
+    def _place_of(self, state: LoaderState) -> Place:
+        """Where a state says. Raises UserError if these shards or this batch do not have it."""
+        self.check_shuffle(state.should_shuffle)
+        shuffled, shard_indices = state.should_shuffle, self._place.shard_indices
+        if shuffled:
+            self._match("shards", len(state.shard_indices), len(self.paths))
+            check_permutations(state)
+            shard_indices = np.asarray(state.shard_indices, dtype=np.int32)
+        elif state.current_shard_idx >= len(self.paths):
+            self._match("shards", f"at least {state.current_shard_idx + 1}", len(self.paths))
+        tokens = open_shard(self.paths[shard_indices[state.current_shard_idx]])
+        num_samples = self.geometry.samples_in(len(tokens))
+        if shuffled:
+            self._match("samples in the current shard", state.shard_num_samples, num_samples)
+        elif state.current_sample_idx > num_samples:
+            self._match("samples in the current shard", f"at least {state.current_sample_idx}", num_samples)
+        rng, sample_indices = None, None
+        if shuffled:
+            rng, sample_indices = MersenneTwister.from_bytes(state.shuffle_rng), np.asarray(state.intra_shard_indices, dtype=np.int32)
+        return Place(rng, shard_indices, state.current_shard_idx, tokens, num_samples, sample_indices, state.current_sample_idx)
+
+    def _match(self, what: str, saved, found) -> None:
+        if saved != found:
+            raise UserError(
+                f"the checkpoint's training data has {saved} {what} and {self.flag} {self.pattern} has {found}: the files, -b, -t or "
+                f"the number of processes changed since; resume with the same ones"
+            )
+
+    def _checked_size(self, path: str) -> int:
+        num_tokens = len(open_shard(path))
+        if not self.geometry.samples_in(num_tokens):
+            g = self.geometry
+            raise UserError(
+                f"{self.flag} {path} holds {num_tokens} tokens, and one batch takes {g.sample_tokens + 1} (-b {g.B} times -t {g.T} times "
+                f"{g.num_processes} processes, plus 1); choose a smaller -b or -t, or leave this shard out"
+            )
+        return num_tokens
+
+    def _check(self, piece: Piece) -> None:
+        """Raise UserError unless the model knows all tokens of a piece, the last target included."""
+        part = piece.tokens[piece.start : piece.end + 1]
+        if part.max() >= self.vocab_size:
+            position = piece.start + int(np.argmax(part >= self.vocab_size))
+            raise UserError(
+                f"{self.flag} {piece.path}: token {piece.tokens[position]} at position {position} is outside the model's vocabulary of "
+                f"{self.vocab_size}; prepare the data with this model's tokenizer, or choose another model"
+            )

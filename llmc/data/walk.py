@@ -1,0 +1,178 @@
+"""The way of one rank through its shards, in llm.c's order exactly: sample by sample, shard by shard, epoch by epoch, for ever.
+
+A Place never changes: going on makes another one. So a place can be saved, returned to, and looked ahead from while batches are served.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.data.remainder import Geometry, Remainder
+from llmc.data.shards import open_shard, will_need
+from llmc.errors import UserError
+from llmc.rand import MersenneTwister
+
+
+class Piece(NamedTuple):
+    """Inputs that lie behind one another in a shard, tokens[start:end]; the target of each is the token after it."""
+
+    path: str
+    tokens: np.memmap
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """What is left of an epoch that was begun with other batches, processes or shards; `served` batches of it are done."""
+
+    remainder: Remainder
+    order: np.ndarray  # (num_samples,): its samples as this rank goes through them
+    served: int
+
+    @property
+    def has_more(self) -> bool:
+        return self.served < len(self.order)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a rank is between two batches.
+
+    rng             draws the order of the next shard's samples and of the next epoch's shards; None where nothing is shuffled
+    shard_indices   (shards,) int32: the order of the shards in this epoch
+    shard_idx       place in it
+    tokens          of that shard
+    num_samples     it has
+    sample_indices  (num_samples,) int32: their order; None where nothing is shuffled
+    sample_idx      place in it: samples of this shard that were served
+    rest            served before all this; None once an ordinary batch was
+    batch           what was served last, end to end; () at a start
+    """
+
+    rng: MersenneTwister | None
+    shard_indices: np.ndarray
+    shard_idx: int
+    tokens: np.memmap
+    num_samples: int
+    sample_indices: np.ndarray | None
+    sample_idx: int
+    rest: Rest | None = None
+    batch: tuple[Piece, ...] = ()
+
+
+class Walk:
+    """From place to place, for one rank of a geometry.
+
+    A sample is B*T*num_processes consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
+    Raises UserError where a shard cannot be opened, or is no longer what it was.
+    """
+
+    def __init__(self, paths: list[str], sizes: list[int], geometry: Geometry, rank: int):
+        self.paths, self.geometry, self.rank = paths, geometry, rank
+        self._starts = np.cumsum([0, *sizes])  # of the shards on a remainder's axis
+
+    def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Place:
+        """The start of an epoch. The generator draws the order of the shards from that of the epoch before, or from that of their names."""
+        if shard_indices is None:
+            shard_indices = np.arange(len(self.paths), dtype=np.int32)
+        if rng:
+            rng, shard_indices = permuted(rng, shard_indices)
+        return self._enter(rng, shard_indices, 0)
+
+    def after(self, place: Place) -> Place:
+        """The place one batch later."""
+        if place.rest and place.rest.has_more:
+            rest = replace(place.rest, served=place.rest.served + 1)
+            return replace(place, rest=rest, batch=self._batch_of_rest(place.rest))
+        if place.sample_idx == place.num_samples:
+            last = place.shard_idx + 1 == len(self.paths)
+            place = (
+                self.begin(place.rng, place.shard_indices) if last else self._enter(place.rng, place.shard_indices, place.shard_idx + 1)
+            )
+        return replace(place, sample_idx=place.sample_idx + 1, rest=None, batch=self._batch_of_shard(place))
+
+    def read_ahead(self, place: Place) -> None:
+        """Ask the system to read the pages of the batch after this place, unless another shard begins there. Never waits for them."""
+        batch = ()
+        if place.rest and place.rest.has_more:
+            batch = self._batch_of_rest(place.rest)
+        elif place.sample_idx < place.num_samples:
+            batch = self._batch_of_shard(place)
+        for piece in batch:
+            will_need(piece.tokens, piece.start, piece.end + 1)
+
+    def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
+        """The start of the shard at place shard_idx of the order."""
+        tokens = open_shard(self.paths[shard_indices[shard_idx]])
+        num_samples, sample_indices = self.geometry.samples_in(len(tokens)), None
+        if rng:
+            rng, sample_indices = permuted(rng, np.arange(num_samples, dtype=np.int32))
+        return Place(rng, shard_indices, shard_idx, tokens, num_samples, sample_indices, sample_idx=0)
+
+    def _batch_of_shard(self, place: Place) -> tuple[Piece, ...]:
+        """The rank's part of the sample after this place: one piece."""
+        sample = place.sample_idx if place.sample_indices is None else int(place.sample_indices[place.sample_idx])
+        start = (sample * self.geometry.num_processes + self.rank) * self.geometry.batch_tokens
+        path = self.paths[place.shard_indices[place.shard_idx]]
+        return (Piece(path, place.tokens, start, start + self.geometry.batch_tokens),)
+
+    def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:
+        """The rank's part of the next sample: pieces of one shard, mostly."""
+        batch, opened = [], {}
+        for start, end in rest.remainder.batch(self.rank, int(rest.order[rest.served])).tolist():
+            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+            if shard not in opened:
+                opened[shard] = open_shard(self.paths[shard])
+            first = int(self._starts[shard])
+            batch.append(Piece(self.paths[shard], opened[shard], start - first, end - first))
+        return tuple(batch)
+
+
+def permuted(rng: MersenneTwister, array: np.ndarray) -> tuple[MersenneTwister, np.ndarray]:
+    """The generator after it has shuffled the array, and the array it made. Those given stay as they are."""
+    rng, array = deepcopy(rng), array.copy()
+    rng.permute(array)
+    return rng, array
+
+
+# ----------------------------------------------------------------------------
+# a place in a file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderState:
+    """A place in the data as llm.c's state file keeps it. Arrays are int32; without shuffling they are empty."""
+
+    should_shuffle: bool
+    current_shard_idx: int  # place in shard_indices
+    current_sample_idx: int  # place in intra_shard_indices: samples of this shard already served
+    shard_indices: np.ndarray
+    shard_num_samples: int
+    intra_shard_indices: np.ndarray
+    shuffle_rng: bytes
+
+
+def state_of(place: Place) -> LoaderState:
+    """While a rest is served, the start of the epoch that follows: a reader that knows of no rest begins there."""
+    shuffled, none = place.rng is not None, np.empty(0, np.int32)
+    return LoaderState(
+        should_shuffle=shuffled,
+        current_shard_idx=place.shard_idx,
+        current_sample_idx=place.sample_idx,
+        shard_indices=place.shard_indices if shuffled else none,
+        shard_num_samples=place.num_samples,
+        intra_shard_indices=place.sample_indices if shuffled else none,
+        shuffle_rng=place.rng.to_bytes() if shuffled else b"",
+    )
+
+
+def check_permutations(state: LoaderState) -> None:
+    """A damaged state must not become an index into the wrong sample, or a crash an epoch later."""
+    orders = (state.shard_indices, state.current_shard_idx + 1), (state.intra_shard_indices, state.current_sample_idx)
+    if any(place > len(order) or not np.array_equal(np.sort(order), np.arange(len(order))) for order, place in orders):
+        raise UserError(
+            "the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged, resume from another"
+        )
