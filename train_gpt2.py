@@ -221,7 +221,6 @@ def open_data(run):
     run.val_batches = 0
     if run.val_loader:
         run.val_batches = run.val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
-        run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches))  # a resumed run trains long before it needs them
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
@@ -318,6 +317,8 @@ def loop(run) -> OSError | None:
     clock, launched = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run)), None
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
+    look_ahead(run, start - 1)
+    agree_to_stop(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
         for is_due, diagnose in diagnostics:
@@ -329,6 +330,7 @@ def loop(run) -> OSError | None:
                 agree_to_stop(run)
                 clock.pause()
         if stopping and step == 0 and not run.model.sharing.anybody(stop.lost_output is not None):
+            end_on_bad_data(run)
             end_alike(run, KeyboardInterrupt("interrupted"), INTERRUPT_CODE)  # nothing is trained that a checkpoint could keep
         if last or stopping:
             break
@@ -353,9 +355,8 @@ def loop(run) -> OSError | None:
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
     run.speed_log.close()
-    if stop.error:
-        kept = f"; step {step} is kept in {run.settings.output_dir}: once that is mended, -y 1 goes on there"
-        raise UserError(f"{stop.error}" + kept * bool(run.settings.output_dir))
+    if stop.agreed:
+        end_on_bad_data(run)
     return stop.lost_output
 
 
@@ -414,15 +415,26 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
 def look_ahead(run, step: int):
     """Check what the next step trains on while the device is busy with this one: data that it cannot take end the run after a checkpoint.
 
-    Several ranks agree to stop when they read this step's numbers. Where the next step is launched before that, it is the next two.
+    Several ranks agree to stop when they read this step's numbers. Where the next step is launched before that, two steps are checked.
     """
-    if run.settings.overfit_single_batch:
+    if run.settings.overfit_single_batch:  # it is open, and was served
         return
     steps = 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
     try:
         run.train_loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
     except UserError as error:
         run.stop.cannot_go_on(error)
+
+
+def end_on_bad_data(run):
+    """All ranks end here, if any of them met data that it cannot go on with: the lowest of those says it."""
+    world, error, newest = run.world, run.stop.error, run.checkpoints.newest
+    speaker = smallest(world, world.rank if error else world.num_processes)
+    if speaker == world.rank:
+        kept = f"; step {newest} is kept in {run.settings.output_dir}: once that is mended, -y 1 goes on there"
+        raise UserError(f"{error}" + kept * (newest is not None))
+    if speaker < world.num_processes:
+        raise RankLost(f"rank {speaker} met data that it cannot go on with", INPUT_CODE, said_elsewhere=True)
 
 
 def may_skip(s: Settings) -> bool:
@@ -465,6 +477,8 @@ def finish_step(run, clock, launched) -> None:
 
 def prove_last(run, step: int):
     """One more loss, of the batch trained last, or the next, for a checkpoint after which nothing was trained or validated."""
+    if run.last_batch is None and run.stop.agreed:  # nothing was trained since it was resumed from, and there may be no batch
+        return
     run.world.progress(f"step {step}, one more loss")
     batch = run.last_batch or run.train_loader.next_batch()
     loss = mean_over_ranks(run, [run.model.token_losses(*batch).mean()])
@@ -502,8 +516,12 @@ def evaluation_ends(run, what: str, batch: int) -> bool:
 
 
 def validate(run, step):
-    """Mean loss over the validation batches, always the same ones."""
-    run.val_loader.reset()
+    """Mean loss over the validation batches, always the same ones; checked before any is computed, which takes all ranks."""
+    try:
+        run.val_loader.reset()
+        run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches))
+    except UserError as error:
+        run.stop.cannot_go_on(error)
     means = []
     for batch in range(run.val_batches):
         if evaluation_ends(run, f"step {step}, validate", batch):

@@ -33,7 +33,7 @@ class StopRequest:
             signal.signal(signal.SIGHUP, self._remember)
 
     def cannot_go_on(self, error: Exception):
-        """Ask because the next step is impossible. The first error counts."""
+        """Ask because the next step, or a validation, is impossible. The first error counts."""
         self.error = self.error or error
         self._ask()
 

@@ -34,8 +34,8 @@ from llmc.backend import open_backend
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot, load_weights, save_snapshot
 from llmc.config import ModelConfig
-from llmc.data.order import token_order
 from llmc.data.loader import TokenLoader
+from llmc.data.order import token_order
 from llmc.data.shards import write_shard
 from llmc.distributed.tensor_parallel import Divided
 from llmc.gpt2 import GPT2

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import case_a
@@ -9,17 +10,12 @@ import numpy as np
 import pytest
 
 from llmc.data.loader import TokenLoader
+from llmc.data.remainder import Geometry, Remainder
 from llmc.data.shards import write_shard
+from llmc.data.walk import Rest
 from llmc.errors import UserError
 
 GOLDEN = Path(__file__).parent / "golden"
-CASE_A_SHA256 = {
-    "eval.bin": "4e55d7467bebffafda4deba5e87e0cef7c4fc5dfac589fd2ba36a7ff1bdcc3af",
-    "model.bin": "9ef3d88e0a72d8cfdab4b4ccecc7857e2c5f2e7864889371055092e4d0d56deb",
-    "train_01.bin": "cd2b2e23619f17eff9bcae498243cf3fedce727404e25d647dc122576127293e",
-    "train_02.bin": "a7dec268d3ed00bdaca8a60942b20fda513222904a843a3daf8f314293e5ee7d",
-    "val.bin": "bf4b668332b60197a313735211c44714a0d3ddcaddcdc5ec7f1c7d342360a223",
-}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +108,7 @@ def test_resuming_equals_never_stopping(shards, shuffle, served):
     batches(resumed, 3)
     resumed.restore(state)
     assert_same(batches(resumed, 30), expected)
-    resumed.restore(state)  # a state is a copy: serving on did not change it
+    resumed.restore(state)  # serving on did not change it
     assert_same(batches(resumed, 30), expected)
 
 
@@ -231,3 +227,42 @@ def test_a_shard_that_is_gone_is_met_ahead_of_its_first_batch(tmp_path):
     with pytest.raises(UserError, match="b.bin does not exist"):
         loader.look_ahead(5)
     batches(loader, 4)
+
+
+def test_a_shard_that_is_another_than_it_was_is_refused_however_it_is_entered(tmp_path):
+    """By going on, looking ahead or returning to it; longer or shorter, even by so much that the place would be outside."""
+    for name in "ab":
+        write_shard(tmp_path / f"{name}.bin", np.zeros(41, np.uint16))
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 5, shuffle=True)
+    batches(loader, 6)
+    in_second = loader.state()
+    for size in (9, 31, 51):
+        for name in "ab":
+            write_shard(tmp_path / f"{name}.bin", np.zeros(size, np.uint16))
+        for go in (partial(loader.look_ahead, 3), partial(loader.restore, in_second), loader.reset):
+            with pytest.raises(UserError, match=f"[ab].bin held 41 tokens when this run began and holds {size} now; put the old file back"):
+                go()
+    batches(loader, 2)  # of what is open
+
+
+def test_reading_ahead_of_what_is_looked_at_refuses_nothing(shards, tmp_path):
+    """In what is left of an epoch the batch after it may be of a shard that is gone."""
+    order = np.array([0, 1])
+    remainder = Remainder(np.array([[0, 10], [101, 111]]), Geometry(2, 5, 1))
+    loader = TokenLoader(shards, 2, 5, shuffle=True)
+    (tmp_path / "s_1.bin").unlink()
+    loader._go_to(dataclasses.replace(loader._place, rest=Rest(remainder, order, 0)))
+    loader.look_ahead(1)
+    np.testing.assert_array_equal(batches(loader, 1)[0][0].ravel(), np.arange(10))
+    with pytest.raises(UserError, match="s_1.bin does not exist"):
+        loader.look_ahead(1)
+
+
+def test_the_first_shard_read_in_order_stays_open(tmp_path):
+    """For -a 1, and validation, which begin with it again and again."""
+    write_shard(tmp_path / "a.bin", np.arange(41))
+    loader = TokenLoader(str(tmp_path / "a.bin"), 2, 5)
+    (tmp_path / "a.bin").unlink()
+    first = batches(loader, 2)
+    loader.reset()
+    assert_same(batches(loader, 2), first)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmc.data.order import token_order
 from llmc.data.loader import TokenLoader
+from llmc.data.order import token_order
 from llmc.data.shards import write_shard
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from llmc.checkpoint.state_file import TrainingState, read_extra, read_state, write_extra, write_state
+from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, pack, unpack
 from llmc.data.resume import plan_resume
-from llmc.data.loader import TokenLoader
 from llmc.data.shards import write_shard
 from llmc.errors import UserError
 

@@ -476,15 +476,40 @@ def test_data_that_cannot_be_trained_on_end_a_run_with_a_checkpoint_and_once_men
     assert_same_end(broken, tmp_path / "straight", 20)
 
 
-def test_validation_data_are_checked_before_a_step_is_trained(case, tmp_path):
-    """A run that goes on validates only -v steps later."""
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_validation_data_that_cannot_be_read_cost_no_step_either(case, tmp_path, monkeypatch, asynchronous):
+    """They are checked before each validation. The first one of a run that has a resume behind it may come after many steps."""
     data = shutil.copytree(case, tmp_path / "data")
-    argv = [*inputs(data), SMALL, "-v 50 -m -1 -s 0 --kernels torch -n 2 -o", tmp_path / "log"]
-    ran(*argv, "-x 2")
+    argv = [*inputs(data), SMALL, "-v 50 -m -1 -s 0 --kernels torch -n 100 -o"]
+    ran(*argv, tmp_path / "straight", "-x 5")
+    monkeypatch.setattr(Backend, "asynchronous", asynchronous)
+    broken = shutil.copytree(tmp_path / "straight", tmp_path / "broken")
+    ran(*argv, tmp_path / "straight", "-x 9 -y 1")
     good = (data / "val.bin").read_bytes()
     (data / "val.bin").write_bytes(good[: 1024 + 2 * 600] + b"\x60\0" + good[1024 + 2 * 601 :])
-    ended = run(*argv, "-x 9 -y 1")
-    assert ended.code == 2 and "val.bin: token 96 at position 600" in ended.err and not losses(ended.out)
+    ended = run(*argv, broken, "-x 9 -y 1")
+    assert ended.code == 2 and "-j" in ended.err and "val.bin: token 96 at position 600" in ended.err
+    assert len(losses(ended.out)) == 4 and ended.err.endswith(f"; step 9 is kept in {broken}: once that is mended, -y 1 goes on there\n")
+    fresh = run(*argv, tmp_path / "fresh", "-x 9")
+    assert fresh.code == 2 and "token 96 at position 600" in fresh.err and "is kept" not in fresh.err and not losses(fresh.out)
+    (data / "val.bin").write_bytes(good)
+    ran(*argv, broken, "-x 9 -y 1")
+    assert_same_end(broken, tmp_path / "straight", 9)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_first_step_that_cannot_be_trained_ends_a_run_that_has_lost_nothing(case, tmp_path, resumed):
+    data, folder = shutil.copytree(case, tmp_path / "data"), tmp_path / "log"
+    argv = [*inputs(data), SMALL, QUIET, "--kernels torch -n 2 -y 1 -o", folder]
+    if resumed:
+        ran(*argv, "-x 2")
+    before = but_record(folder) if resumed else {"main.log": b"", "speed.log": b""}
+    for path in data.glob("train_*.bin"):
+        raw = path.read_bytes()
+        path.write_bytes(raw[:1024] + b"\x60\0" * (len(raw) // 2 - 512))
+    ended = run(*argv, "-x 9")
+    assert ended.code == 2 and "is outside the model's vocabulary" in ended.err and not losses(ended.out)
+    assert ("; step 2 is kept in" in ended.err) == resumed and but_record(folder) == before
 
 
 def test_a_run_that_nobody_reads_any_more_leaves_a_checkpoint_and_goes_on_from_there(case, tmp_path):
@@ -539,6 +564,7 @@ def test_a_closed_terminal_leaves_a_checkpoint_and_ends_no_run_that_ignores_it(c
     seen = b""
     while b"step    4/" not in seen:
         assert process.poll() is None
+        time.sleep(0.01)
         seen = log.read_bytes() if ignored else seen + os.read(ours, 1 << 16)
     os.close(ours)
     process.wait(timeout=120)

@@ -17,6 +17,7 @@ from llmc.flags import Settings
 class Checkpoints:
     """Those of one run. Every rank has one and makes the same calls, as all that can be asked of it is the same on all of them.
 
+    newest    step of the last checkpoint that counts, be it the one resumed from; None for none
     unproven  step of the checkpoint that counts and is not proven; None for none. There is never more than one: while there is, the next
               is not written, as only updates that were skipped lie between, or none
     """
@@ -26,7 +27,7 @@ class Checkpoints:
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
         self._writer = WriteBeside(model.plan) if s.async_checkpoint else WriteAtOnce()
         self._has_waited, self._proven_step = False, -1
-        self.unproven = resume_step  # what it replaces may still be there
+        self.newest = self.unproven = resume_step  # what it replaces may still be there
 
     @property
     def written(self) -> int:
@@ -85,7 +86,7 @@ class Checkpoints:
         step = end_snapshot(self._writer, self._settings.output_dir, self._model)
         if self._settings.async_checkpoint:
             print(f"Wrote checkpoint at step {step}", flush=True)
-        self.unproven = step
+        self.newest = self.unproven = step
         self._replace()
         self._record.phase("checkpoint", step)
 

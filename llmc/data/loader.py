@@ -35,7 +35,8 @@ class TokenLoader:
         self._walk = Walk(self.paths, sizes, self.geometry, rank)
         self._buffer = np.empty((2, B, T), dtype=np.int64)
         # llm.c seeds by rank, so each rank walks the shards in an order of its own
-        self._go_to(self._walk.begin(MersenneTwister(42 + rank) if shuffle else None))
+        self._start = self._walk.begin(MersenneTwister(42 + rank) if shuffle else None)
+        self._go_to(self._start)
 
     def summary(self) -> str:
         """What is read, in a few words that differ where the shards do."""
@@ -44,12 +45,12 @@ class TokenLoader:
 
     def reset(self) -> None:
         """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""
-        self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
+        self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices) if self._shuffles else self._start)
 
     def look_ahead(self, batches: int) -> None:
         """Read and check so many of the batches to come. What is served, and `state`, do not depend on it.
 
-        Raises UserError for the first that cannot be served, as of a token outside the vocabulary; those before it still can.
+        Raises UserError for the first that cannot be served, as of a token outside the vocabulary; those before it still are.
         """
         while len(self._coming) < batches:
             place = self._walk.after(self._coming[-1] if self._coming else self._place)
@@ -134,7 +135,7 @@ class TokenLoader:
             shard_indices = np.asarray(state.shard_indices, dtype=np.int32)
         elif state.current_shard_idx >= len(self.paths):
             self._match("shards", f"at least {state.current_shard_idx + 1}", len(self.paths))
-        tokens = open_shard(self.paths[shard_indices[state.current_shard_idx]])
+        tokens = self._walk.open(shard_indices[state.current_shard_idx])
         num_samples = self.geometry.samples_in(len(tokens))
         if shuffled:
             self._match("samples in the current shard", state.shard_num_samples, num_samples)

@@ -51,7 +51,7 @@ def find_shards(pattern: str, flag: str) -> list[str]:
 
 
 def longest_row(pattern: str, flag: str) -> int:
-    """The most tokens in a row that every shard has, each with a target: of the smallest. Raises UserError as TokenLoader does."""
+    """The most tokens in a row that every shard has, each with a target. Raises UserError as find_shards and open_shard do."""
     return min(len(open_shard(path)) for path in find_shards(pattern, flag)) - 1
 
 

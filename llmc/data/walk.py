@@ -3,6 +3,7 @@
 A Place never changes: going on makes another one. So a place can be saved, returned to, and looked ahead from while batches are served.
 """
 
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -67,11 +68,11 @@ class Walk:
     """From place to place, for one rank of a geometry.
 
     A sample is B*T*num_processes consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
-    Raises UserError where a shard cannot be opened, or is no longer what it was.
+    Raises UserError where a shard cannot be opened, or no longer has the tokens it had.
     """
 
     def __init__(self, paths: list[str], sizes: list[int], geometry: Geometry, rank: int):
-        self.paths, self.geometry, self.rank = paths, geometry, rank
+        self.paths, self.sizes, self.geometry, self.rank = paths, sizes, geometry, rank
         self._starts = np.cumsum([0, *sizes])  # of the shards on a remainder's axis
 
     def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Place:
@@ -95,18 +96,27 @@ class Walk:
         return replace(place, sample_idx=place.sample_idx + 1, rest=None, batch=self._batch_of_shard(place))
 
     def read_ahead(self, place: Place) -> None:
-        """Ask the system to read the pages of the batch after this place, unless another shard begins there. Never waits for them."""
+        """Ask the system to read the pages of the batch after this place, unless another shard begins there. Waits for nothing."""
         batch = ()
         if place.rest and place.rest.has_more:
-            batch = self._batch_of_rest(place.rest)
+            with suppress(UserError):  # which is for who needs the batch
+                batch = self._batch_of_rest(place.rest)
         elif place.sample_idx < place.num_samples:
             batch = self._batch_of_shard(place)
         for piece in batch:
             will_need(piece.tokens, piece.start, piece.end + 1)
 
+    def open(self, shard: int) -> np.memmap:
+        """The tokens of a shard, by its number among the paths."""
+        path, size = self.paths[shard], self.sizes[shard]
+        tokens = open_shard(path)
+        if len(tokens) != size:
+            raise UserError(f"{path} held {size} tokens when this run began and holds {len(tokens)} now; put the old file back")
+        return tokens
+
     def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
         """The start of the shard at place shard_idx of the order."""
-        tokens = open_shard(self.paths[shard_indices[shard_idx]])
+        tokens = self.open(shard_indices[shard_idx])
         num_samples, sample_indices = self.geometry.samples_in(len(tokens)), None
         if rng:
             rng, sample_indices = permuted(rng, np.arange(num_samples, dtype=np.int32))
@@ -125,7 +135,7 @@ class Walk:
         for start, end in rest.remainder.batch(self.rank, int(rest.order[rest.served])).tolist():
             shard = int(np.searchsorted(self._starts, start, side="right")) - 1
             if shard not in opened:
-                opened[shard] = open_shard(self.paths[shard])
+                opened[shard] = self.open(shard)
             first = int(self._starts[shard])
             batch.append(Piece(self.paths[shard], opened[shard], start - first, end - first))
         return tuple(batch)
