@@ -390,7 +390,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
     run.checkpoints.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
-        loader.reset()
+        loader.rewind()
     launched = SimpleNamespace(step=step, started=clock.start(), judged=None, skipped=False)
     for micro_step in range(accum):
         run.world.moved()
@@ -417,11 +417,21 @@ def look_ahead(run, step: int):
 
     Several ranks agree to stop when they read this step's numbers. Where the next step is launched before that, two steps are checked.
     """
-    if run.settings.overfit_single_batch:  # it is open, and was served
-        return
     steps = 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
-    try:
+    if run.settings.overfit_single_batch:  # every step takes what the first one does
+        if run.last_batch:
+            return
+        steps = 1
+        run.train_loader.rewind()
+    with bad_data_stops(run):
         run.train_loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
+
+
+@contextmanager
+def bad_data_stops(run):
+    """What cannot be read inside is a reason to stop, on which all ranks have yet to agree."""
+    try:
+        yield
     except UserError as error:
         run.stop.cannot_go_on(error)
 
@@ -477,9 +487,13 @@ def finish_step(run, clock, launched) -> None:
 
 def prove_last(run, step: int):
     """One more loss, of the batch trained last, or the next, for a checkpoint after which nothing was trained or validated."""
-    if run.last_batch is None and run.stop.agreed:  # nothing was trained since it was resumed from, and there may be no batch
-        return
     run.world.progress(f"step {step}, one more loss")
+    if run.last_batch is None:
+        with bad_data_stops(run):
+            run.train_loader.look_ahead(1)
+        if run.model.sharing.anybody(run.stop.error is not None):
+            run.stop.agreed = True
+            return
     batch = run.last_batch or run.train_loader.next_batch()
     loss = mean_over_ranks(run, [run.model.token_losses(*batch).mean()])
     if not isfinite(loss):
@@ -516,12 +530,10 @@ def evaluation_ends(run, what: str, batch: int) -> bool:
 
 
 def validate(run, step):
-    """Mean loss over the validation batches, always the same ones; checked before any is computed, which takes all ranks."""
-    try:
+    """Mean loss over the validation batches, always the same ones. All are checked first: to compute one takes all ranks."""
+    with bad_data_stops(run):
         run.val_loader.reset()
         run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches))
-    except UserError as error:
-        run.stop.cannot_go_on(error)
     means = []
     for batch in range(run.val_batches):
         if evaluation_ends(run, f"step {step}, validate", batch):

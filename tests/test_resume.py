@@ -497,6 +497,30 @@ def test_validation_data_that_cannot_be_read_cost_no_step_either(case, tmp_path,
     assert_same_end(broken, tmp_path / "straight", 9)
 
 
+@pytest.mark.parametrize("flags, gone", [("", "train_01.bin"), ("-v 4 -m 2", "val.bin")])
+def test_a_shard_that_is_gone_costs_no_step_and_once_it_is_back_the_run_goes_on(case, tmp_path, flags, gone):
+    """Training opens it when it enters it, validation each time."""
+    data = shutil.copytree(case, tmp_path / "data")
+    argv = [*inputs(data), SMALL, QUIET, "-x 20 -n 100 --kernels torch", flags, "-o"]
+    ran(*argv, tmp_path / "straight")
+    broken = tmp_path / "broken"
+    ended = run(*argv, broken, after_step=lambda done: done == 2 and (data / gone).rename(data / "away"))
+    step = len(losses(ended.out))
+    assert ended.code == 2 and re.fullmatch(f"error: .*{gone} does not exist.*; step {step} is kept in .*\n", ended.err), ended.err
+    assert 2 <= step < 20 and steps_in(broken) == [step]
+    (data / "away").rename(data / gone)
+    ran(*argv, broken, "-y 1")
+    assert_same_end(broken, tmp_path / "straight", 20)
+
+
+def test_one_batch_again_and_again_does_not_need_its_file_any_more(case, tmp_path):
+    data = shutil.copytree(case, tmp_path / "data")
+    argv = [*inputs(data), SMALL, QUIET, "-x 6 -n 100 -a 1 --kernels torch -o"]
+    ran(*argv, tmp_path / "straight")
+    ran(*argv, tmp_path / "gone", after_step=lambda done: done == 2 and (data / "val.bin").unlink())
+    assert_same_end(tmp_path / "gone", tmp_path / "straight", 6)
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_first_step_that_cannot_be_trained_ends_a_run_that_has_lost_nothing(case, tmp_path, resumed):
     data, folder = shutil.copytree(case, tmp_path / "data"), tmp_path / "log"

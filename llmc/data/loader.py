@@ -35,8 +35,8 @@ class TokenLoader:
         self._walk = Walk(self.paths, sizes, self.geometry, rank)
         self._buffer = np.empty((2, B, T), dtype=np.int64)
         # llm.c seeds by rank, so each rank walks the shards in an order of its own
-        self._start = self._walk.begin(MersenneTwister(42 + rank) if shuffle else None)
-        self._go_to(self._start)
+        self._first = self._walk.begin(MersenneTwister(42 + rank) if shuffle else None)
+        self._go_to(self._first)
 
     def summary(self) -> str:
         """What is read, in a few words that differ where the shards do."""
@@ -45,7 +45,11 @@ class TokenLoader:
 
     def reset(self) -> None:
         """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""
-        self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices) if self._shuffles else self._start)
+        self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
+
+    def rewind(self) -> None:
+        """Go back to the very first batch. Its shard is still open, so whatever became of the file is no matter."""
+        self._go_to(self._first)
 
     def look_ahead(self, batches: int) -> None:
         """Read and check so many of the batches to come. What is served, and `state`, do not depend on it.

@@ -96,7 +96,7 @@ class Walk:
         return replace(place, sample_idx=place.sample_idx + 1, rest=None, batch=self._batch_of_shard(place))
 
     def read_ahead(self, place: Place) -> None:
-        """Ask the system to read the pages of the batch after this place, unless another shard begins there. Waits for nothing."""
+        """Ask the system to read the pages of the batch after this place, unless another shard begins there. Does not wait for them."""
         batch = ()
         if place.rest and place.rest.has_more:
             with suppress(UserError):  # which is for who needs the batch
