@@ -31,7 +31,7 @@ from llmc.backend import Backend, available_host_bytes, choose_precision, measur
 from llmc.checkpoint.store import extra_path, prepare_folder
 from llmc.clock import StepClock
 from llmc.distributed import (
-    World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_numba, prepare_torch, smallest, told,
+    World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, code_of_lost_output, end_with, is_out_of_memory,
@@ -112,9 +112,7 @@ def open_run(s: Settings) -> SimpleNamespace:
         source = choose_model(s)
         check_precision(s, source)
         check_lengths(s, source.config)
-        threads = s.threads or world.threads
-        prepare_numba(world, threads)
-        backend = open_backend(device_of(place, s.device), threads, bool(s.tf32), s.matmul)
+        backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
         return settle_run(s, source, backend, world)
 

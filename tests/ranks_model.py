@@ -6,13 +6,11 @@ or the latest moment they may, and what nobody may count on can be overwritten w
 
 import faulthandler
 import multiprocessing
-import os
 import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -231,8 +229,7 @@ class Ranks:
         for rank in range(MOST_RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=self.serve, args=(rank, f"{self.folder.name}/store", theirs), daemon=True)
-            with patch.dict(os.environ, NUMBA_NUM_THREADS="1"):  # the first one imports it for all
-                process.start()
+            process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)

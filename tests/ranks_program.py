@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 from test_loop import words_of
 
@@ -98,8 +97,7 @@ def start(n: int, folder: Path, *argv, own=None, hook="", prepare=None) -> Start
         for path in files[rank]:
             path.write_text("")
         process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook, prepare), daemon=True)
-        with patch.dict(os.environ, NUMBA_NUM_THREADS="1"):  # the first fork's environment is that of all
-            process.start()
+        process.start()
         processes.append(process)
     return Started(processes, files)
 

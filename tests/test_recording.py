@@ -1,6 +1,9 @@
 """A CPU's graphs: lists of the calls that a step makes, and the same bits as steps that run as they come."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -12,6 +15,7 @@ pytest.importorskip("numba", reason="no numba here, and recordings are of its ke
 
 from test_loop import case, inputs, losses, ran  # noqa: F401  (a fixture)
 from case_a import CONFIG
+from conftest import REPO
 from whole_steps import batch, build, put_back, raw, trained
 
 from llmc.checkpoint.model_file import write_model
@@ -99,6 +103,28 @@ def test_a_replay_uses_as_many_threads_as_torch():
         assert door.numba.get_num_threads() == 1 and norm.item() == 8
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("how", ["torch.set_num_threads(1)", "os.environ['OMP_NUM_THREADS'] = '1'", "torch.set_num_threads(3)"])
+def test_that_numba_starts_its_threads_changes_nobody_s_number_of_them(how):
+    """It tells OpenMP how many, and torch asks OpenMP. Once numba has started it does not, so this is a process of its own."""
+    code = f"""
+import os
+{how if "environ" in how else ""}
+import torch
+{"" if "environ" in how else how}
+before = torch.get_num_threads()
+import numba
+from llmc.kernels_cpu.global_norm import global_norm
+y, norm, partials = torch.ones(64), torch.zeros(1), torch.zeros(4)
+for _ in range(2):
+    global_norm(norm, y, {{"norm_partials": partials}}, piece=64)
+    assert norm.item() in (4, 8) and torch.get_num_threads() == before
+    assert numba.get_num_threads() == min(before, numba.config.NUMBA_NUM_THREADS)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ __all__ = [
     "different_from_first",
     "find_place",
     "meet_world",
-    "prepare_numba",
     "prepare_torch",
     "smallest",
     "told",
@@ -63,15 +62,6 @@ def prepare_torch(place: Place) -> None:
     if place.num_processes > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
-def prepare_numba(world: World, threads: int) -> None:
-    """What numba reads when it is first imported.
-
-    Its threads without work wait in a loop, on cores of other ranks: a step of a tiny model took 60 times longer.
-    """
-    if world.num_processes > 1:
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
 
 
 def device_of(place: Place, device: str) -> str:

@@ -171,8 +171,17 @@ def recorded():
 
 def use_threads():
     """Have kernels run on as many as torch uses."""
+    start_threads()
     if threads() != numba.get_num_threads():
         numba.set_num_threads(threads())
+
+
+@cache
+def start_threads():
+    """Have numba start its threads. It tells OpenMP as many as there are processors, which would be torch's number too: set back."""
+    count = torch.get_num_threads()
+    numba.get_num_threads()
+    torch.set_num_threads(count)
 
 
 def threads() -> int:
