@@ -17,6 +17,7 @@ from case_a import CONFIG, EVAL_EXAMPLES, write_case_a
 from conftest import REPO
 from ranks import environment
 from ranks_program import LONGEST_S, ran, start
+from test_errors import token
 from test_loop import inputs, losses, words_of
 from test_resume import keep_only, steps_in
 
@@ -232,7 +233,7 @@ def test_data_that_one_rank_cannot_train_on_end_all_after_a_checkpoint(case, tmp
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     ran(2, tmp_path / "a", *argv, "-o", straight)
     good = (data / "train_02.bin").read_bytes()
-    (data / "train_02.bin").write_bytes(good[: 1024 + 2 * 3000] + b"\x60\0" + good[1024 + 2 * 3001 :])
+    (data / "train_02.bin").write_bytes(token(3000, 96)(good))
     ended = start(2, tmp_path / "b", *argv, "-o", broken, prepare=prepare).ended()
     step = len(losses(ended[0].out))
     assert [rank.code for rank in ended] == [2, 2] and steps_in(broken) == [step] and 0 < step < 20

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from case_a import CONFIG, write_case_a
 from conftest import REPO
+from test_errors import token
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
 from llmc.backend import Backend
@@ -460,7 +461,7 @@ def test_data_that_cannot_be_trained_on_end_a_run_with_a_checkpoint_and_once_men
     argv = [*inputs(data), SMALL, "-x 20 --kernels torch", QUIET, flags, "-o"]
     ran(*argv, tmp_path / "straight")
     good = (data / "train_02.bin").read_bytes()
-    (data / "train_02.bin").write_bytes(good[: 1024 + 2 * 1500] + b"\x60\0" + good[1024 + 2 * 1501 :])
+    (data / "train_02.bin").write_bytes(token(1500, 96)(good))
     monkeypatch.setattr(Backend, "asynchronous", asynchronous)
     broken = tmp_path / "broken"
     ended = run(*argv, broken)
@@ -486,7 +487,7 @@ def test_validation_data_that_cannot_be_read_cost_no_step_either(case, tmp_path,
     broken = shutil.copytree(tmp_path / "straight", tmp_path / "broken")
     ran(*argv, tmp_path / "straight", "-x 9 -y 1")
     good = (data / "val.bin").read_bytes()
-    (data / "val.bin").write_bytes(good[: 1024 + 2 * 600] + b"\x60\0" + good[1024 + 2 * 601 :])
+    (data / "val.bin").write_bytes(token(600, 96)(good))
     ended = run(*argv, broken, "-x 9 -y 1")
     assert ended.code == 2 and "-j" in ended.err and "val.bin: token 96 at position 600" in ended.err
     assert len(losses(ended.out)) == 4 and ended.err.endswith(f"; step 9 is kept in {broken}: once that is mended, -y 1 goes on there\n")

@@ -74,6 +74,7 @@ class Walk:
     def __init__(self, paths: list[str], sizes: list[int], geometry: Geometry, rank: int):
         self.paths, self.sizes, self.geometry, self.rank = paths, sizes, geometry, rank
         self._starts = np.cumsum([0, *sizes])  # of the shards on a remainder's axis
+        self._rest, self._batch = None, ()  # whose batch was found last: it is read ahead, then served
 
     def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Place:
         """The start of an epoch. The generator draws the order of the shards from that of the epoch before, or from that of their names."""
@@ -89,10 +90,7 @@ class Walk:
             rest = replace(place.rest, served=place.rest.served + 1)
             return replace(place, rest=rest, batch=self._batch_of_rest(place.rest))
         if place.sample_idx == place.num_samples:
-            last = place.shard_idx + 1 == len(self.paths)
-            place = (
-                self.begin(place.rng, place.shard_indices) if last else self._enter(place.rng, place.shard_indices, place.shard_idx + 1)
-            )
+            place = self._next_shard(place)
         return replace(place, sample_idx=place.sample_idx + 1, rest=None, batch=self._batch_of_shard(place))
 
     def read_ahead(self, place: Place) -> None:
@@ -114,6 +112,12 @@ class Walk:
             raise UserError(f"{path} held {size} tokens when this run began and holds {len(tokens)} now; put the old file back")
         return tokens
 
+    def _next_shard(self, place: Place) -> Place:
+        """Its start, or after the last one that of an epoch."""
+        if place.shard_idx + 1 == len(self.paths):
+            return self.begin(place.rng, place.shard_indices)
+        return self._enter(place.rng, place.shard_indices, place.shard_idx + 1)
+
     def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
         """The start of the shard at place shard_idx of the order."""
         tokens = self.open(shard_indices[shard_idx])
@@ -131,6 +135,8 @@ class Walk:
 
     def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:
         """The rank's part of the next sample: pieces of one shard, mostly."""
+        if self._rest is rest:
+            return self._batch
         batch, opened = [], {}
         for start, end in rest.remainder.batch(self.rank, int(rest.order[rest.served])).tolist():
             shard = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -138,7 +144,8 @@ class Walk:
                 opened[shard] = self.open(shard)
             first = int(self._starts[shard])
             batch.append(Piece(self.paths[shard], opened[shard], start - first, end - first))
-        return tuple(batch)
+        self._rest, self._batch = rest, tuple(batch)
+        return self._batch
 
 
 def permuted(rng: MersenneTwister, array: np.ndarray) -> tuple[MersenneTwister, np.ndarray]:
