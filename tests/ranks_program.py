@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from gloo_threads import assert_no_gloo_workers_but
 from test_loop import words_of
 
 import train_gpt2
@@ -28,6 +29,8 @@ def rank_of(argv, rank, out, err, hook, prepare):
     if prepare:
         prepare()
     code = train_gpt2.main(argv)
+    if code == 0:  # else it ends without taking Python down
+        assert_no_gloo_workers_but()
     atexit._run_exitfuncs()  # which processes of multiprocessing do not do
     sys.exit(code)
 

@@ -12,6 +12,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import sentinel
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class Counting(Group):
     """Rank 0 of as many as one likes: it counts what it is asked to send, and sends nothing."""
 
     def __init__(self, size):
-        super().__init__(0, size, object())
+        super().__init__(0, size, sentinel.nobody)
 
     def _each(self, kind, collective, calls, tensors, passes=1):
         return super()._each(kind, lambda *_, **__: Done(), calls[:1], tensors, passes)

@@ -4,10 +4,12 @@ import gc
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import sentinel
 
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_threads import assert_no_gloo_workers_but, gloo_workers
 
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Group
@@ -41,7 +43,7 @@ def test_a_collective_s_tensors_live_until_it_was_waited_for(kind, given, n, mon
     monkeypatch.setattr("llmc.distributed.group.dist._coalescing_manager", Coalescing)
     flat = torch.zeros(64)
     tensors = [flat[i * 8 : i * 8 + 8] for i in range(n)]
-    running = getattr(Group(1, 2, object()), kind)(tensors, [flat[40 + i * 4 : 44 + i * 4] for i in range(n)] if given else None)
+    running = getattr(Group(1, 2, sentinel.nobody), kind)(tensors, [flat[40 + i * 4 : 44 + i * 4] for i in range(n)] if given else None)
     del tensors
     gc.collect()
     summed_whole = kind == "sum_shares" and not given  # of which no shares are made
@@ -77,3 +79,18 @@ def test_an_interface_that_is_not_there_is_gloo_s_own_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):
         connect()
+
+
+def test_no_worker_of_gloo_s_outlives_its_process_group():
+    """One that lets go of a tensor while Python ends aborts the process, and a Group may well be there until then."""
+    before = gloo_workers()
+    connect()
+    groups = [Group(0, 2), Group(0, 2, dist.new_group([0]))]
+    try:
+        for group in groups:
+            group.sum_whole([torch.ones(1)]).wait()
+            group.sum_whole([torch.ones(1), torch.ones(2)]).wait()
+        assert gloo_workers() == before + 2
+    finally:
+        dist.destroy_process_group()
+    assert_no_gloo_workers_but(before)

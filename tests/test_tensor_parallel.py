@@ -7,6 +7,7 @@ first weights leads to, or the error of eager torch. All else must be the same b
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import sentinel
 
 import numpy as np
 import pytest
@@ -342,7 +343,8 @@ def test_files_are_read_whole_or_piece_by_piece_to_the_same_arena(config, n, par
 def lonely(config, n, rank, parts, part, **options):
     """A rank's model whose others do not exist."""
     o = PlanOptions(config, 1, 4, kernels="numba", ranks=n, zero_stage=3 if n > 1 else 0, tensor_parallel=parts, **options)
-    return GPT2(Plan(o), sharing=Sharing(Plan(o), Group(rank, n, object()), Divided(Group(part, parts, object())), Group(0, 1)))
+    data, divided = Group(rank, n, sentinel.nobody), Divided(Group(part, parts, sentinel.nobody))
+    return GPT2(Plan(o), sharing=Sharing(Plan(o), data, divided, Group(0, 1)))
 
 
 @pytest.mark.parametrize("config, n, parts", [(CONFIG, 1, 2), (CONFIG, 1, 4), (CONFIG, 2, 2), (CONFIG, 3, 4), (HEADS, 1, 2), (HEADS, 2, 4)])

@@ -1,5 +1,6 @@
 """Collectives in place, on the shares of tensors, and what they sent. Underneath is torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
+import weakref
 from collections import Counter
 
 import torch.distributed as dist
@@ -52,11 +53,20 @@ class Group:
     they run beside what follows, until wait(), after which (on a GPU: on this stream) their results are there. A list of
     tensors is one collective where the library can, so a layer's small tensors cost no more than its large ones.
     sent  kind -> bytes that this rank has sent, by the count of a ring, which is the least there can be
+
+    Only torch's registry keeps a process group alive, so that destroy_process_group ends gloo's workers and waits for them. One that
+    lived on could let go of its last tensor while Python ends, which aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
     """
 
     def __init__(self, rank: int, size: int, process_group=None):
-        self.rank, self.size, self._group = rank, size, process_group or (dist.group.WORLD if size > 1 else None)
-        self.sent = Counter()
+        process_group = process_group or (dist.group.WORLD if size > 1 else None)
+        self.rank, self.size, self.sent = rank, size, Counter()
+        self._reference = process_group and weakref.ref(process_group)
+
+    @property
+    def _group(self):
+        return self._reference and self._reference()
 
     def share(self, tensor):
         """This rank's share of a flat tensor, a view."""
