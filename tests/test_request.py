@@ -37,7 +37,7 @@ def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True, family=25, model
 
 
 ZEN_1, ZEN_2 = ("AuthenticAMD", "avx2", False, 23, 0x2F), ("AuthenticAMD", "avx2", False, 23, 0x30)
-ZEN_3, ZEN_4 = ("AuthenticAMD", "avx2"), ("AuthenticAMD", "avx2 avx512f avx512_bf16")
+BULLDOZER, ZEN_3, ZEN_4 = ("AuthenticAMD", "avx"), ("AuthenticAMD", "avx2"), ("AuthenticAMD", "avx2 avx512f avx512_bf16")
 SKYLAKE, COOPER_LAKE = ("GenuineIntel", "avx2 avx512f"), ("GenuineIntel", "avx512f avx512_bf16")
 SAPPHIRE_RAPIDS = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16 amx_bf16")
 REFUSED = (*SAPPHIRE_RAPIDS, False)
@@ -46,9 +46,9 @@ WITHOUT_TILES = ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16")  # as virtua
 
 @pytest.mark.parametrize("processor, precision, kernels, taken", [
     (ZEN_4, "fp32", "numba", "numba"), (ZEN_4, "bf16", "numba", "numba"), (ZEN_4, "fp32", "torch", "native"),
-    (ZEN_4, "bf16", "torch", "native"), (ZEN_3, "fp32", "numba", "native"), (ZEN_3, "bf16", "numba", "widened"),
+    (ZEN_4, "bf16", "torch", "native"), (ZEN_3, "fp32", "numba", "native"), (ZEN_3, "bf16", "numba", "numba"),
     (ZEN_1, "fp32", "numba", "numba"), (ZEN_1, "bf16", "numba", "numba"), (ZEN_1, "bf16", "torch", "widened"),
-    (ZEN_2, "fp32", "numba", "native"), (ZEN_2, "bf16", "numba", "widened"),
+    (ZEN_2, "fp32", "numba", "native"), (ZEN_2, "bf16", "numba", "numba"), (BULLDOZER, "bf16", "numba", "widened"),
     (SKYLAKE, "fp32", "numba", "native"), (SKYLAKE, "bf16", "torch", "widened"), (SAPPHIRE_RAPIDS, "fp32", "numba", "native"),
     (SAPPHIRE_RAPIDS, "bf16", "numba", "numba"), (SAPPHIRE_RAPIDS, "bf16", "torch", "native"), (REFUSED, "bf16", "torch", "widened"),
     (COOPER_LAKE, "bf16", "numba", "native"), (COOPER_LAKE, "bf16", "torch", "native"),
