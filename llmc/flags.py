@@ -135,8 +135,8 @@ GROUPS = {
              "whose code runs what is not a matmul or a GPU's attention; auto takes Triton on a GPU, numba on a CPU, where installed",
              choices=("auto", "triton", "numba", "torch")),
         Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient|triton",
-             "whose attention runs on a GPU; auto: flash in bf16, efficient in fp32. triton is this project's, all in planned memory, "
-             "which no other is; cudnn does not repeat its bits",
+             "whose attention runs on a GPU; auto: triton in bf16, flash with --kernels torch or heads of more than 128 channels, "
+             "efficient in fp32. triton is this project's, all in planned memory, which no other is; cudnn does not repeat its bits",
              choices=("auto", "flash", "cudnn", "efficient", "triton")),
         Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|numba|widened",
              "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. On a CPU all are torch's, native, or numba's, "

@@ -22,7 +22,7 @@ from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.layout import divides
-from llmc.memory.options import PlanOptions
+from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.rooms import widens
@@ -135,7 +135,8 @@ def check_inputs(facts: dict, world: World):
         )
 
 
-HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": range(1, 129)}  # of the kinds that take bf16 only
+# of the kinds that take bf16 only
+HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": range(1, MOST_HEAD_CHANNELS + 1)}
 
 
 def check_attention(o: PlanOptions):

@@ -370,13 +370,17 @@ SWEEPS = {
     "matmul_dbias": (("columns", "TILE_ROWS", TILE_ROWS), ("columns", "TILE_COLUMNS", TILE_COLUMNS)),
     "fused_classifier_inplace": (("fused_classifier", "COLUMNS", (2048, 4096, 8192, 16384)),),
     "global_norm": (("global_norm", "ELEMENTS", (1024, 2048, 4096, 8192)),),
-    "adamw_update": (("adamw", "ELEMENTS", (512, 1024, 2048, 4096)), ("adamw", "CHUNK", (8192, 16384, 32768))),
+    "adamw_update": (("adamw", "ELEMENTS", (512, 1024, 2048, 4096)),),
 }  # fmt: skip
 
 
 # of Triton's attention: (constant, values to try); the second of two is for heads of more than 64 channels, which no shape here has.
-# Compiled, 128 queries spill, and so do four warps
-ATTENTION_SWEEP = (("KEYS", [(rows, 32) for rows in (32, 64, 128)]), ("QUERIES", [(rows, 16) for rows in (16, 32, 64)]))
+# Compiled, 128 keys or queries spill in backward
+ATTENTION_SWEEP = (
+    ("FORWARD_KEYS", [(rows, 32) for rows in (32, 64, 128)]),
+    ("BACKWARD_KEYS", [(rows, 32) for rows in (32, 64, 128)]), ("BACKWARD_QUERIES", [(rows, 16) for rows in (16, 32, 64)]),
+    ("WARPS", [(warps, 8) for warps in (4, 8)]),
+)  # fmt: skip
 
 
 def tune_attention(run, record):

@@ -157,7 +157,7 @@ def test_the_largest_batch_is_chosen_among_all_up_to_40(form, level):
 def test_the_largest_batch_is_found_beyond_one_that_does_not_fit():
     """Flash attention keeps a copy of dq for every part of the card that works on a head: at d12 two with 10 sequences, one with 11,
     so 10 need more than 11 do, and what fits 11 does not fit 10."""
-    o = PlanOptions(D12, 1, 1024, recompute=5, device="cuda")
+    o = PlanOptions(D12, 1, 1024, recompute=5, device="cuda", attention="flash")
     budget = total(o, B=11)
     assert total(o, B=10) > budget < total(o, B=12)
     assert choose_batch(o, budget, None)[0] == 11

@@ -257,7 +257,7 @@ def test_the_plan_is_of_the_kernels_that_will_run(triton):
 
 
 @pytest.mark.parametrize("precision, flags, kind", [
-    ("bf16", "", "flash"), ("fp32", "", "efficient"), ("bf16", "--attention cudnn", "cudnn"),
+    ("bf16", "", "triton"), ("bf16", "--kernels torch", "flash"), ("fp32", "", "efficient"), ("bf16", "--attention cudnn", "cudnn"),
     ("bf16", "--attention efficient", "efficient"), ("fp32", "--attention efficient", "efficient"),
     ("bf16", "--attention triton", "triton"),
 ])  # fmt: skip
@@ -271,7 +271,8 @@ def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits
     ("fp32", "--attention flash", 64, "--attention flash has no fp32 form; leave it out, or train in bf16"),
     ("fp32", "--attention cudnn", 64, "--attention cudnn has no fp32 form"),
     ("fp32", "--attention triton", 64, "--attention triton has no fp32 form"),
-    ("bf16", "", 36, "heads of size 36: flash attention takes multiples of 8 up to 256 in bf16; use --attention triton or efficient"),
+    ("bf16", "--attention flash", 36,
+     "heads of size 36: flash attention takes multiples of 8 up to 256 in bf16; use --attention triton or efficient"),
     ("bf16", "", 264, "heads of size 264: flash attention takes multiples of 8 up to 256 in bf16; use --attention efficient"),
     ("bf16", "--attention triton", 136, "heads of size 136: triton attention takes sizes up to 128 in bf16; use --attention flash"),
     ("bf16", "--attention triton --kernels torch", 64, "--attention triton goes with --kernels triton, and this run has --kernels torch"),

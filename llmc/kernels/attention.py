@@ -5,8 +5,9 @@ program has dq of a tile of queries, in the other dk and dv of a tile of keys, o
 from scores and the log-sum-exp that forward kept: seven products of tiles where five would do. But no two programs add to the same number,
 so bits repeat, and all memory is the plan's. Source: Dao 2023 (FlashAttention-2).
 
-Not measured on a card. Compiled for sm90 by Triton 3.6, with heads of 64 channels these take 123, 164 and 196 registers of eight warps,
-nothing spilled: two programs of forward share a multiprocessor. Of backward's two would only with KEYS = 32 and QUERIES = 16.
+On an H200, of 64 x 12 and 16 x 25 heads of 64 channels and 1024 positions, forward takes two thirds of the time of torch's flash attention,
+and backward 0.65 and 0.53, which is less than cuDNN's. With 128 rows and eight warps backward took 1.45 and 0.80 ms, with 64 and four, so
+that many small programs share a multiprocessor, 1.03 and 0.56; forward gains 2 and 5%.
 """
 
 from math import e, log2, sqrt
@@ -14,13 +15,13 @@ from math import e, log2, sqrt
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns, matmul_dbias
 from llmc.kernels.door import (
-    INTERPRETED, TILE_COLUMNS, TILE_ROWS, cdiv, fma, jit, narrow, next_power_of_2, range_of_program, tile, tl, widen,
+    INTERPRETED, TILE_COLUMNS, TILE_ROWS, cdiv, fma, jit, narrow, next_power_of_2, range_of_program, stages_of, tile, tl, widen,
 )  # fmt: skip
 from llmc.memory.tuning import ATTENTION_ROWS
 
-# keys that a tile of queries meets at a time, and queries that a tile of keys does: where heads have up to 64 channels, and more, for which
-# registers would else not suffice
-KEYS, QUERIES = (64, 32), (64, 16)
+# keys that a tile of queries meets at a time in forward and in backward, queries that a tile of keys does, and warps: where heads have up
+# to 64 channels, and more, for which registers would else not suffice
+FORWARD_KEYS, BACKWARD_KEYS, BACKWARD_QUERIES, WARPS = (64, 32), (32, 32), (32, 16), (4, 8)
 
 
 # ----------------------------------------------------------------------------
@@ -223,7 +224,8 @@ def _attention_backward_keys(
 
 def _tiles(HS) -> dict:
     """Constants of a launch."""
-    return dict(HS=HS, CHANNELS=max(16, next_power_of_2(HS)), ROWS=ATTENTION_ROWS)  # a product of tiles takes no fewer channels
+    channels = max(16, next_power_of_2(HS))  # a product of tiles takes no fewer
+    return dict(HS=HS, CHANNELS=channels, ROWS=ATTENTION_ROWS, num_warps=WARPS[HS > 64])
 
 
 def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
@@ -232,7 +234,7 @@ def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
     door.launch(
         _attention_forward, (B * NH * cdiv(T - first, ATTENTION_ROWS),),
         atty, atty if lse is None else lse, q, k, v, T, first, NH, C, q_stride, stride,
-        log2(e) / sqrt(C // NH), KEYS=KEYS[C // NH > 64], KEEPS=lse is not None, **_tiles(C // NH),
+        log2(e) / sqrt(C // NH), KEYS=FORWARD_KEYS[C // NH > 64], KEEPS=lse is not None, **_tiles(C // NH),
     )  # fmt: skip
 
 
@@ -247,11 +249,13 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
     """Scratch: attention_delta (B, NH, T), attention_sums (B, tiles of T, 3C), and column_partials (P, >= 3C), fp32."""
     B, T, C = datty.shape
     delta, sums, HS = scratch["attention_delta"], scratch["attention_sums"], C // NH
-    grid, numbers = (B * NH * cdiv(T, ATTENTION_ROWS),), (T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS))
+    grid, numbers, large = (B * NH * cdiv(T, ATTENTION_ROWS),), (T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS)), HS > 64
     door.launch(
-        _attention_backward_queries, grid, dqkvr, sums, delta, datty, atty, lse, qkvr, *numbers, KEYS=KEYS[HS > 64], **_tiles(HS)
+        _attention_backward_queries, grid, dqkvr, sums, delta, datty, atty, lse, qkvr, *numbers, KEYS=BACKWARD_KEYS[large], **_tiles(HS)
     )  # fmt: skip
-    door.launch(_attention_backward_keys, grid, dqkvr, sums, delta, datty, lse, qkvr, *numbers, QUERIES=QUERIES[HS > 64], **_tiles(HS))
+    door.launch(
+        _attention_backward_keys, grid, dqkvr, sums, delta, datty, lse, qkvr, *numbers, QUERIES=BACKWARD_QUERIES[large], **_tiles(HS)
+    )  # fmt: skip
     matmul_dbias(dbias, sums, scratch, accumulate=accumulate)
 
 
@@ -268,8 +272,9 @@ def attention_one_row(out, qkvr, cache, position, NH):
 
 @jit
 def _pack_gradients(
-    dqkvr, partials, dq, dk, dv, n_rows, rows_each, C, stride, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    dqkvr, partials, dq, dk, dv, n_rows, rows_each, C, stride,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     section = tl.program_id(1) // BLOCKS
     gradient = dq
     if section == 1:
@@ -279,7 +284,7 @@ def _pack_gradients(
     first, end = range_of_program(rows_each, n_rows)
     column = tl.program_id(1) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in range(0, rows_each, ROWS):
+    for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
         row, mask = tile(first + i, end, column, C, ROWS)
         x = tl.load(gradient + row[:, None] * C + column[None, :], mask=mask, other=0.0)
         packed = narrow(widen(x), dqkvr.dtype.element_ty)
@@ -296,6 +301,6 @@ def pack_gradients(dqkvr, dbias, gradients, NH, scratch, *, accumulate):
     partials, blocks = scratch["column_partials"], cdiv(C, TILE_COLUMNS)
     door.launch(
         _pack_gradients, (len(partials), 3 * blocks), dqkvr, partials, dq, dk, dv, B * T, cdiv(B * T, len(partials)), C, partials.shape[1],
-        BLOCKS=blocks, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
+        BLOCKS=blocks, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, STAGES=stages_of(TILE_ROWS, TILE_COLUMNS, dq),
     )  # fmt: skip
     finish_columns([dbias], partials, accumulate)

@@ -1,10 +1,11 @@
 """Sums over rows, as a fixed number of partial sums that are added in order: the same bits on any card and in any run."""
 
 from llmc.kernels import door
-from llmc.kernels.door import TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, store, tile, tl
+from llmc.kernels.door import cdiv, jit, load, range_of_program, stages_of, store, tile, tl
 from llmc.layers.rows import rows_of
 
 SUM_COLUMNS = 32
+TILE_ROWS, TILE_COLUMNS = 4, 1024  # (65536, 3072) take 0.098 ms on an H200, by 16 x 256 and without stages 0.142
 
 
 @jit
@@ -25,11 +26,11 @@ def _finish_columns(out0, out1, out2, partials, C, stride, PARTIALS: tl.constexp
 
 
 @jit
-def _column_sums(partials, x, n_rows, rows_each, C, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums(partials, x, n_rows, rows_each, C, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     first, end = range_of_program(rows_each, n_rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in range(0, rows_each, ROWS):
+    for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
         row, mask = tile(first + i, end, column, C, ROWS)
         total += load(x + row[:, None] * C + column[None, :], mask)
     tl.store(partials + tl.program_id(0) * stride + column, tl.sum(total, 0), mask=column < C)
@@ -41,7 +42,7 @@ def matmul_dbias(dbias, dout, scratch, *, accumulate):
     partials = scratch["column_partials"]
     door.launch(
         _column_sums, (len(partials), cdiv(C, TILE_COLUMNS)), partials, dout, n, cdiv(n, len(partials)), C, partials.shape[1],
-        ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
+        ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, STAGES=stages_of(TILE_ROWS, TILE_COLUMNS, dout), num_warps=4,
     )  # fmt: skip
     finish_columns([dbias], partials, accumulate)
 

@@ -11,8 +11,11 @@ import triton.language as tl
 from triton import cdiv, jit, next_power_of_2  # noqa: F401
 
 PRIME_Y = tl.constexpr(198491317)  # a row's stride in the rounding noise
-ROW_ELEMENTS = 4096  # of a tile of whole rows
+ROW_ELEMENTS = 2048  # of a tile of whole rows
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of a tile of parts of rows
+# Loops over tiles of up to so many bytes have so many at a time under way: three inputs then fit into any card's shared memory. On an H200,
+# d12 -b 64, in ms: layernorm's backward 0.152 without and 0.132 with it, GELU's 0.37 and 0.32
+STAGES, STAGED_BYTES = 4, 8192
 
 
 @jit
@@ -21,6 +24,11 @@ def _probe():
 
 
 INTERPRETED = tl.constexpr(not isinstance(_probe, triton.runtime.jit.JITFunction))
+
+
+def stages_of(rows: int, columns: int, of) -> int:
+    """How many stages a loop over tiles of a tensor has."""
+    return STAGES if rows * columns * of.itemsize <= STAGED_BYTES else 1
 
 
 def launch(kernel, grid, *args, num_warps=8, **constants):

@@ -10,7 +10,7 @@ from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, roundi
 from llmc.layers.encoder import stage_encoder_backward
 
 COLUMNS = 1024
-TOKEN_UNROLL, POSITION_UNROLL = 16, 8
+TOKEN_UNROLL, POSITION_UNROLL = 4, 8
 
 
 @jit

@@ -8,7 +8,7 @@ V put aside afterwards, as a mask that ends at V, an odd number, would make ever
 from llmc.kernels import door
 from llmc.kernels.door import exp, jit, load, narrow, next_power_of_2, store, tl, widen
 
-COLUMNS = 8192
+COLUMNS = 16384
 
 
 @jit

@@ -7,7 +7,7 @@ bytes, so all is well; bf16 has half the bytes, so there exp and the reciprocal 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
 from llmc.kernels.door import (
-    TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, rough_sigmoid_below_zero, sigmoid_below_zero, store, tile, tl,
+    TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, rough_sigmoid_below_zero, sigmoid_below_zero, stages_of, store, tile, tl,
 )  # fmt: skip
 from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
@@ -44,12 +44,13 @@ def _gelu_forward(out, inp, n, ELEMENTS: tl.constexpr):
 
 @jit
 def _gelu_backward(
-    d_in_out, partials, inp, out_again, n_rows, rows_each, C, stride, AGAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    d_in_out, partials, inp, out_again, n_rows, rows_each, C, stride,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     first, end = range_of_program(rows_each, n_rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in range(0, rows_each, ROWS):
+    for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
         row, mask = tile(first + i, end, column, C, ROWS)
         at = row[:, None] * C + column[None, :]
         x, dy = load(inp + at, mask), load(d_in_out + at, mask)
@@ -77,5 +78,6 @@ def gelu_backward_inplace(d_in_out, dbias, inp, scratch, *, accumulate, out_agai
     door.launch(
         _gelu_backward, (len(partials), cdiv(C, TILE_COLUMNS)), d_in_out, partials, inp, inp if out_again is None else out_again,
         n, cdiv(n, len(partials)), C, partials.shape[1], AGAIN=out_again is not None, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
+        STAGES=stages_of(TILE_ROWS, TILE_COLUMNS, inp),
     )  # fmt: skip
     finish_columns([dbias], partials, accumulate)

@@ -6,7 +6,7 @@ weight, the bias and the projection's bias are partials that a second kernel add
 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
-from llmc.kernels.door import cdiv, constant, jit, load, narrow, range_of_program, rows_at_once, store, tile, tl, widen
+from llmc.kernels.door import cdiv, constant, jit, load, narrow, range_of_program, rows_at_once, stages_of, store, tile, tl, widen
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
 
@@ -53,7 +53,7 @@ def _layernorm_normalize(out, mean, rstd, inp, weight, bias, n_rows, C, ROWS: tl
 @jit
 def _layernorm_backward(
     dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride,
-    PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first, end = range_of_program(rows_each, n_rows)
     column = tl.arange(0, COLUMNS)
@@ -61,7 +61,7 @@ def _layernorm_backward(
     bias_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     proj_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     w = load(weight + column, column < C)
-    for i in range(0, rows_each, ROWS):
+    for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
         row, mask = tile(first + i, end, column, C, ROWS)
         at = row[:, None] * C + column[None, :]
         m, r = load(mean + row, row < end), load(rstd + row, row < end)
@@ -89,6 +89,8 @@ def _launch_forward(out, mean, rstd, inp, residual, weight, bias, add):
     x = rows_of(inp)
     n, C = x.shape
     rows, columns, warps = rows_at_once(C)
+    if rows == 1:  # of more than half of the elements of a tile: with 1600 channels four warps spill
+        warps *= 2
     door.launch(
         _layernorm_forward, (cdiv(n, rows),), out, mean, rstd, inp, residual, weight, bias, n, C, EPSILON,
         ADD=add, ROWS=rows, COLUMNS=columns, num_warps=warps,
@@ -119,6 +121,6 @@ def layernorm_backward(dresidual, dweight, dbias, dproj_bias, dout, inp, weight,
     door.launch(
         _layernorm_backward, (len(partials),), dresidual, partials, dout, inp, weight, mean, rstd,
         n, cdiv(n, len(partials)), C, partials.shape[1],
-        PROJECTION=dproj_bias is not None, ROWS=rows, COLUMNS=columns, num_warps=warps,
+        PROJECTION=dproj_bias is not None, ROWS=rows, COLUMNS=columns, STAGES=stages_of(rows, columns, inp), num_warps=warps,
     )  # fmt: skip
     finish_columns([dweight, dbias] if dproj_bias is None else [dweight, dbias, dproj_bias], partials, accumulate)

@@ -7,6 +7,7 @@ from llmc.config import ModelConfig
 from llmc.memory.layout import divides
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes, sizes_of
 
+MOST_HEAD_CHANNELS = 128  # that Triton's attention takes
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "m": 1, "v": 1, "master": 1, "master_bits": 1}  # arena -> ZeRO stage
 
 
@@ -53,8 +54,15 @@ class PlanOptions:
 
     @property
     def attention_kind(self) -> str:
-        """Whose attention runs. On CUDA flash in bf16, as it repeats its bits; it has no fp32 form."""
-        return self.attention or ("cpu" if self.device == "cpu" else "efficient" if self.precision == "fp32" else "flash")
+        """Whose attention runs. On CUDA in bf16 this project's where it can, which is faster than flash, the other that repeats its bits;
+        neither has an fp32 form."""
+        if self.attention:
+            return self.attention
+        if self.device == "cpu":
+            return "cpu"
+        if self.precision == "fp32":
+            return "efficient"
+        return "triton" if self.kernel_set == "triton" and self.config.channels // self.config.num_heads <= MOST_HEAD_CHANNELS else "flash"
 
     @property
     def multiplied_in(self) -> str:

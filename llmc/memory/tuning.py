@@ -10,7 +10,7 @@ ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; piece
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 # of products of numba's kernels: rows of a tile, which has 64 columns at most, or of AMX's how many numbers it adds up at once
 TILE_ROWS, TILE_DEPTH = 4, 32
-ATTENTION_ROWS = 128  # queries, or keys, of a program of Triton's attention
+ATTENTION_ROWS = 64  # queries, or keys, of a program of Triton's attention
 ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles
 # of numba's matmuls: rows and columns of factors (an fp32 or two bf16) that a thread packs at once of the right matrix, 128 KiB, beside a
 # tile's rows of the left one (by AMX more, where threads are few); rows of the left one that are shared out together; and those that each
