@@ -141,7 +141,7 @@ HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": ra
 
 def check_attention(o: PlanOptions):
     """Raise UserError unless the attention of these options takes their type and heads, and what it is written in is there."""
-    kind, head_size = o.attention_kind, o.config.channels // o.config.num_heads
+    kind, head_size = o.attention_kind, o.config.head_size
     if kind == "triton" and o.kernel_set != "triton":
         raise UserError(f"--attention triton goes with --kernels triton, and this run has --kernels {o.kernel_set}; leave one of them out")
     sizes = HEAD_SIZES.get(kind)

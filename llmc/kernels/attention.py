@@ -7,7 +7,7 @@ so bits repeat, and all memory is the plan's. Source: Dao 2023 (FlashAttention-2
 
 On an H200, of 64 x 12 and 16 x 25 heads of 64 channels and 1024 positions, forward takes two thirds of the time of torch's flash attention,
 and backward 0.65 and 0.53, which is less than cuDNN's. With 128 rows and eight warps backward took 1.45 and 0.80 ms, with 64 and four, so
-that many small programs share a multiprocessor, 1.03 and 0.56; forward gains 2 and 5%.
+that many small programs share a multiprocessor, 1.04 and 0.56; forward gains 5%.
 """
 
 from math import e, log2, sqrt

@@ -202,8 +202,8 @@ def round_by(x, threshold):
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-def rows_at_once(columns: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of whole rows: powers of two that a program holds in registers."""
+def rows_at_once(columns: int, of) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of whole rows of a tensor: powers of two that a program holds in registers, 32 bytes to a thread."""
     block = next_power_of_2(columns)
     rows = max(1, ROW_ELEMENTS // block)
-    return rows, block, max(4, min(16, rows * block // 512))
+    return rows, block, max(4, min(16, rows * block * of.itemsize // 1024))

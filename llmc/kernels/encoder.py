@@ -84,7 +84,7 @@ def _encoder_backward_positions(
 
 def encoder_forward(out, inputs, wte, wpe):
     B, T, C = out.shape
-    rows, columns, warps = rows_at_once(C)
+    rows, columns, warps = rows_at_once(C, out)
     door.launch(
         _encoder_forward, (cdiv(B * T, rows),), out, inputs, wte, wpe, B * T, T, C, ROWS=rows, COLUMNS=columns, num_warps=warps
     )  # fmt: skip

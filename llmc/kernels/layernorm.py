@@ -88,9 +88,7 @@ def _layernorm_backward(
 def _launch_forward(out, mean, rstd, inp, residual, weight, bias, add):
     x = rows_of(inp)
     n, C = x.shape
-    rows, columns, warps = rows_at_once(C)
-    if rows == 1:  # of more than half of the elements of a tile: with 1600 channels four warps spill
-        warps *= 2
+    rows, columns, warps = rows_at_once(C, inp)
     door.launch(
         _layernorm_forward, (cdiv(n, rows),), out, mean, rstd, inp, residual, weight, bias, n, C, EPSILON,
         ADD=add, ROWS=rows, COLUMNS=columns, num_warps=warps,
@@ -107,7 +105,7 @@ def residual_layernorm_forward(residual_out, out, mean, rstd, residual, weight, 
 
 def layernorm_normalize(out, inp, mean, rstd, weight, bias, scratch):
     n, C = rows_of(inp).shape
-    rows, columns, warps = rows_at_once(C)
+    rows, columns, warps = rows_at_once(C, inp)
     door.launch(
         _layernorm_normalize, (cdiv(n, rows),), out, mean, rstd, inp, weight, bias, n, C, ROWS=rows, COLUMNS=columns, num_warps=warps
     )  # fmt: skip
@@ -116,7 +114,7 @@ def layernorm_normalize(out, inp, mean, rstd, weight, bias, scratch):
 def layernorm_backward(dresidual, dweight, dbias, dproj_bias, dout, inp, weight, mean, rstd, scratch, *, accumulate):
     """Scratch: column_partials (P, >= 3C) fp32."""
     n, C = rows_of(inp).shape
-    rows, columns, warps = rows_at_once(C)
+    rows, columns, warps = rows_at_once(C, inp)
     partials = scratch["column_partials"]
     door.launch(
         _layernorm_backward, (len(partials),), dresidual, partials, dout, inp, weight, mean, rstd,

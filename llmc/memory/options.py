@@ -62,7 +62,7 @@ class PlanOptions:
             return "cpu"
         if self.precision == "fp32":
             return "efficient"
-        return "triton" if self.kernel_set == "triton" and self.config.channels // self.config.num_heads <= MOST_HEAD_CHANNELS else "flash"
+        return "triton" if self.kernel_set == "triton" and self.config.head_size <= MOST_HEAD_CHANNELS else "flash"
 
     @property
     def multiplied_in(self) -> str:
