@@ -54,8 +54,8 @@ from llmc.outlier import OutlierDetector
 from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
 from llmc.rand import XorShift
 from llmc.request import (
-    check_agreement, check_attention, check_batch, check_gelu_fusion, check_graphs, check_inputs, check_lengths, check_precision,
-    choose_model, data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
+    check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
+    check_precision, choose_model, data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -127,6 +127,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     check_attention(options)
     check_gelu_fusion(options)
+    check_fp8(options, backend.name, backend.capability() if backend.kind == "cuda" else None)
     graphs = check_graphs(s, options)
     budget, host_bytes = run_budget(s, backend, world), smallest(world, available_host_bytes() // world.num_local)
     s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmc.errors import UserError
 
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
-MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt"}
+MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt", "fp8": "cublas"}
 CPU_INFO = "/proc/cpuinfo"
 ZEN_2_MODELS = 0x30  # and later, of family 23
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
@@ -206,9 +206,9 @@ def likely_precision(precision: str, kind: str) -> str:
 
 
 def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
-    """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. native too on a GPU."""
+    """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. On a GPU native or fp8."""
     if kind != "cpu":
-        return "native"
+        return "fp8" if matmul == "fp8" else "native"
     if matmul != "auto":
         return matmul
     if kernels == "numba" and cpu_favours_numba(precision):

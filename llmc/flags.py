@@ -138,10 +138,11 @@ GROUPS = {
              "whose attention runs on a GPU; auto: triton in bf16, flash with --kernels torch or heads of more than 128 channels, "
              "efficient in fp32. triton is this project's, all in planned memory, which no other is; cudnn does not repeat its bits",
              choices=("auto", "flash", "cudnn", "efficient", "triton")),
-        Flag((), "matmul", str, "auto", "auto|cublas|cublaslt|native|numba|widened",
-             "whose matmuls without a bias run on a GPU: cublas, which is auto, or cublaslt. On a CPU all are torch's, native, or numba's, "
-             "or torch's in fp32 of widened pieces of bf16; auto takes what was fastest on processors of its kind. The bits may differ",
-             choices=("auto", "cublas", "cublaslt", "native", "numba", "widened")),
+        Flag((), "matmul", str, "auto", "NAME",
+             "whose matmuls run. On a GPU those without a bias by cublas, which is auto, or cublaslt; or fp8: those of all layers in 8 "
+             "bits, for large models on Ada, Hopper and later. On a CPU all by torch, native, or by numba, or by torch in fp32 of widened "
+             "pieces of bf16; auto takes what was fastest on processors of its kind. The bits may differ",
+             choices=("auto", "cublas", "cublaslt", "fp8", "native", "numba", "widened")),
     ),
     "memory": (
         Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",

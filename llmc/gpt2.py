@@ -64,9 +64,10 @@ class GPT2:
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
-        # where matmuls pack their factors, or widen bf16 ones: all of them, and weight gradients
-        self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened")}[o.matmul]
+        # where matmuls pack their factors, widen bf16 ones or make FP8 of them: all, weight gradients, and the head's, which are never FP8
+        self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened"), "fp8": self.acts}[o.matmul]
         self.dweight_room = self.acts.get("widened", self.matmul_room)
+        self.head_room = None if o.matmul == "fp8" else self.matmul_room
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients")
         self.sharing = sharing or Alone()
@@ -287,7 +288,7 @@ class GPT2:
         """Add to the losses of a chunk of rows, of all parts; its logits, their own gradient if dloss is given, and its lnf."""
         a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], part)
         logits = a["logits"][: len(lnf)]
-        self._matmul(logits, lnf, self.params["wte"])
+        self.ops.matmul_forward(logits, lnf, self.params["wte"], room=self.head_room)
         numbers = dict(V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options))
         if self.parts.size > 1:
             self.parts.classify(logits, part, a, **numbers)
@@ -387,9 +388,9 @@ class GPT2:
         for g, group in enumerate(groups):
             for i, part in enumerate(group):
                 logits, lnf = self._classify(part, dloss)
-                accumulate, room = i > 0 or self.accumulate and not in_groups, a.get("head_widened", self.matmul_room)
+                accumulate, room = i > 0 or self.accumulate and not in_groups, a.get("head_widened", self.head_room)
                 self.ops.matmul_dweight(group_sum, logits, lnf, accumulate=accumulate, room=room)
-                self._matmul_dinput(lnf, logits, self.params["wte"])
+                self.ops.matmul_dinput(lnf, logits, self.params["wte"], room=self.head_room)
                 self.parts.sum_head_rows(a["lnf"], part)
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
@@ -413,6 +414,11 @@ class GPT2:
         """Tokens of a step, on all ranks."""
         return self.B * self.T * grad_accum_steps * self.sharing.size
 
+    def _matmul_dout(self, dout):
+        """What is to be done about dout once, before it meets weight and input."""
+        if self.plan.options.matmul == "fp8":
+            self.ops.matmul_dout(dout, self.matmul_room)
+
     def _matmul_dweight(self, dweight, dout, inp):
         self.ops.matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, room=self.dweight_room)
 
@@ -421,17 +427,21 @@ class GPT2:
 
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
         """Of a matmul whose results are summed: dout and dinp are of all rows."""
+        self._matmul_dout(dout)
         self._matmul_dweight(dweight, dout, inp)
         self._matmul_dinput(dinp, dout, weight)
 
     def _gathered_matmul_backward(self, l, name, dinp, dweight, dout, weight):
         """Of a matmul of all parts' rows of ln1 or ln2."""
+        self._matmul_dout(dout)
         self._matmul_dweight(dweight, dout, self._all_rows(l, name, again=True))
         self._matmul_dinput(self.parts.partial(dinp), dout, weight)
         self.parts.sum_partial(dinp)
 
     def _fcproj_dinput(self, l):
-        self._matmul_dinput(self.acts["dfch"], self.parts.gathered(self.acts["dresidual"]), l.fcprojw)
+        dout = self.parts.gathered(self.acts["dresidual"])
+        self._matmul_dout(dout)
+        self._matmul_dinput(self.acts["dfch"], dout, l.fcprojw)
 
     def _fcproj_dinput_gelu(self, l):
         a = self.acts

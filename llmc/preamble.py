@@ -72,7 +72,8 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
             ways["matmul"] += " of factors widened to fp32"
         ways["graphs"] = "on" if graphs else "off"
     if o.device == "cuda":
-        ways |= {"attention": o.attention_kind, "matmul": MATMUL_LIBRARY[s.matmul], "CUDA graphs": "on" if graphs else "off"}
+        matmul = "fp8 in layers" if o.matmul == "fp8" else MATMUL_LIBRARY[s.matmul]
+        ways |= {"attention": o.attention_kind, "matmul": matmul, "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 
@@ -95,6 +96,8 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
     if s.gelu_fusion and s.recompute > 0:
         yield f"note: with -ge {s.gelu_fusion} the GELU that -r {s.recompute} computes again is not the matmul's to the last bit"
+    if o.matmul == "fp8":
+        yield "note: --matmul fp8 has other bits and other losses than bf16; MFU stays relative to the bf16 peak"
     if not has_tokenizer and s.sample_every > 0:
         yield (
             f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "

@@ -28,6 +28,7 @@ from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.rooms import widens
 from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
+from llmc.memory.tuning import FP8_MULTIPLE
 from llmc.units import whole
 
 ALONE = World()
@@ -221,6 +222,28 @@ def check_gelu_fusion(o: PlanOptions):
                 )
 
 
+FP8_CAPABILITY = (8, 9)  # of the first cards that multiply it
+
+
+def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
+    """Raise UserError unless --matmul fp8 can be honoured on the card of that name; its compute capability is None if nobody knows it."""
+    if o.matmul != "fp8":
+        return
+    if capability and capability < FP8_CAPABILITY:
+        raise UserError(f"--matmul fp8: {name} has no FP8 arithmetic (SM89 or later has: Ada, Hopper, Blackwell); leave it out")
+    if o.precision == "fp32":
+        raise UserError("--matmul fp8 is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
+    if o.kernel_set != "triton":
+        raise UserError(f"--matmul fp8 goes with --kernels triton, and this run has --kernels {o.kernel_set}; leave one of them out")
+    if o.gelu_fusion:
+        raise UserError(f"--matmul fp8 -ge {o.gelu_fusion}: GELU joins matmuls of bf16, and these are FP8; leave one of them out")
+    sizes = sizes_of(o.config, parts=o.tensor_parallel)
+    dimensions = {"-t": o.T, "C": sizes["C"], "the channels of a rank's heads": sizes["k"], "a rank's part of 4 C": 4 * sizes["f"]}
+    for what, size in dimensions.items():
+        if size % FP8_MULTIPLE:
+            raise UserError(f"--matmul fp8 takes sizes that {FP8_MULTIPLE} divides, and {what} is {size}; leave it out")
+
+
 def data_ranks(s: Settings, world: World) -> int:
     """Ranks that read different data: all, but for tensor parallelism. Raises UserError where the parts do not come out even."""
     if world.num_processes % s.tensor_parallel:
@@ -350,13 +373,14 @@ def plan_text(s: Settings) -> str:
             raise UserError(f"{budget.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32 and an fp32 model")
         precision = "fp32"
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
-    why_not = too_old(OLDEST_CAPABILITY if card is None or card.has_bf16 else (0, 0)) if kind == "cuda" else not_installed()
+    why_not = too_old(card.capability if card else OLDEST_CAPABILITY) if kind == "cuda" else not_installed()
     s, kernel_notes = settle_kernels(s, kind, why_not)
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
     options = plan_options(s, model.config, precision, kind, world, processors)
     check_attention(options)
+    check_fp8(options, budget.name if card else "", card and card.capability)
     check_graphs(s, options)
     s, reasons = settle(s, model, options, budget, world)
     reasons = [*kernel_notes, *reasons]

@@ -26,8 +26,11 @@ from llmc.config import ModelConfig
 from llmc.errors import run_script
 from llmc.gpt2 import GPT2
 from llmc.kernels import door
+from llmc.layers.matmul_fp8 import E4M3, E5M2
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
+from llmc.memory.tuning import FP8_PARTIALS
+from llmc.request import FP8_CAPABILITY
 
 # launches are recorded at sizes that a CPU has room for, and compiled for those of a run: some of them become constants if they are 1
 SIZES = {"n_rows": 65536, "rows_each": 256, "B": 64, "T": 1024}
@@ -59,6 +62,22 @@ def record_attention(channels):
     ops["attention_forward"](x, lse, qkvr, NH, scratch)
     ops["attention_backward"](qkvr, qkvr[0, 0], x, qkvr, x, lse, NH, scratch, accumulate=False)
     ops["attention_one_row"](x[0, :1], qkvr[0, :1], torch.empty(2, T, channels, dtype=torch.bfloat16), T - 1, NH)
+
+
+def record_fp8(channels):
+    """Launch what makes operands of FP8 matmuls: of forward, and of weights and inputs in backward, e4m3 in one layout; of gradients e5m2
+    in both."""
+    from llmc.kernels.fp8 import fp8_operand
+
+    x, scratch = torch.empty(16, channels, dtype=torch.bfloat16), {"fp8_partials": torch.empty(FP8_PARTIALS)}
+    for dtype, layouts in ((E4M3, ("rows",)), (E4M3, ("columns",)), (E5M2, ("rows", "columns"))):
+        shapes = {"rows": x.shape, "columns": x.t().shape}
+        fp8_operand(torch.empty(1), x, scratch, **{name: torch.empty(shapes[name], dtype=dtype) for name in layouts})
+
+
+def compiles_for(capability: int, module: str) -> bool:
+    """Whether kernels of a module are for cards of that compute capability."""
+    return module != "fp8" or divmod(capability, 10) >= FP8_CAPABILITY
 
 
 def recorded_launches(channels, forms=FORMS) -> dict:
@@ -99,6 +118,7 @@ def recorded_launches(channels, forms=FORMS) -> dict:
                     logits, model.acts["losses"], model.acts["targets"], {}, V=50257, dloss=dloss, rows_at_once=1
                 )
         record_attention(channels)
+        record_fp8(channels)
     finally:
         door.launch = real
     return found
@@ -131,6 +151,8 @@ def main():
         launches = recorded_launches(channels)
         for capability in args.capability:
             for (module, name, types, constants, warps), launch in launches.items():
+                if not compiles_for(capability, module):
+                    continue
                 compiled = door.compile_only(*launch, capability)
                 assert f".target sm_{capability}" in compiled.asm["ptx"]
                 count += 1
@@ -140,7 +162,8 @@ def main():
                     print(
                         f"sm{capability} {module + '.' + name:28} {resources(compiled.asm['cubin'])}  {warps} warps, {dtypes}, {constants}"
                     )
-        print(f"C={channels}: {len(launches)} kernels for each of " + ", ".join(f"sm{c}" for c in args.capability))
+        cards = ", ".join(f"sm{c}" for c in args.capability)
+        print(f"C={channels}: {len(launches)} kernels for each of {cards}, of FP8 from sm89 on")
     print(f"{count} compilations")
 
 

@@ -10,8 +10,9 @@ import torch
 
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
-from llmc.kernels import operations
+from llmc.kernels import fp8_operand, operations
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
+from llmc.layers.matmul_fp8 import E5M2
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.layout import flat_layout
 from llmc.memory.options import PlanOptions
@@ -70,6 +71,7 @@ KERNELS = (
     Kernel("adamw_update", "20*P", "1", when="--optimizer-state bf16", forms=(SMALL,)),
     Kernel("adamw_update", "18*P", "1", when="both", forms=(BITS, SMALL)),
     Kernel("adamw_update", "22*P", "1", when="--master none", forms=(("master", "none"),)),
+    Kernel("fp8_operand", "12*u", "L", when="--matmul fp8, fc's dout", forms=(("matmul", "fp8"),)),
 )
 
 
@@ -100,7 +102,7 @@ class Room:
         self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in wanted}
         inputs = random_tokens(s.config, s.B, s.T)[0]
         self.tokens, self.order = torch.from_numpy(inputs).to(device), token_order(inputs)
-        self.operations = vars(operations(kernels))
+        self.operations = vars(operations(kernels)) | {"fp8_operand": fp8_operand(kernels)}
 
     def x(self, width=1):
         return self.run.random(self.B, self.T, width * self.C)
@@ -116,6 +118,9 @@ class Room:
 
     def stat(self):
         return self.run.random(self.B, self.T, dtype=FP32).abs_().add_(0.5)
+
+    def in_fp8(self, rows, columns):
+        return torch.zeros(rows, columns, dtype=E5M2, device=self.tokens.device)
 
     def heads(self):
         return self.x().view(self.B, self.T, self.config.num_heads, -1).transpose(1, 2)
@@ -181,6 +186,9 @@ CALLS = {
         f, r.scratch["grad_norm"], r.flat()["gradients"], r.scratch, piece=TUNING[r.options.device].update_elements,
     ),
     "adamw_update": lambda r, f: partial(f, r.flat(), STAGED["adamw_update"](r), r.scratch),
+    "fp8_operand": lambda r, f: partial(
+        f, r.scratch["fp8_dout_scale"], r.x(4), r.scratch, rows=r.in_fp8(r.n, 4 * r.C), columns=r.in_fp8(4 * r.C, r.n),
+    ),
 }  # fmt: skip
 
 
@@ -371,6 +379,7 @@ SWEEPS = {
     "fused_classifier_inplace": (("fused_classifier", "COLUMNS", (2048, 4096, 8192, 16384)),),
     "global_norm": (("global_norm", "ELEMENTS", (1024, 2048, 4096, 8192)),),
     "adamw_update": (("adamw", "ELEMENTS", (512, 1024, 2048, 4096)),),
+    "fp8_operand": (("fp8", "ELEMENTS", (2048, 4096, 8192)), ("fp8", "ROWS", (64, 128, 256)), ("fp8", "COLUMNS", (64, 128, 256))),
 }  # fmt: skip
 
 
@@ -401,9 +410,9 @@ def tune(run, record):
     if run.no_triton:
         raise Skip(run.no_triton)
     values = letters(run.sizes.config, run.sizes.B, run.sizes.T)
-    for kernel in while_time(run, record, [k for k in KERNELS if not k.forms], 15, name=lambda k: k.name):
+    for kernel in while_time(run, record, [k for k in KERNELS if not k.forms or k.operation == "fp8_operand"], 15, name=lambda k: k.name):
         with attempt(record, kernel.name):
-            room = Room(run, "triton")
+            room = Room(run, "triton", **dict(kernel.forms))
             sets = room.sets(kernel, evaluate(kernel.n_bytes, values))
             default, _ = measure(run, *sets)
             best, now = default, {}

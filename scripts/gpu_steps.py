@@ -26,7 +26,7 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
-from llmc.request import check_graphs
+from llmc.request import FP8_CAPABILITY, check_graphs
 from llmc.units import MIB
 from scripts.gpu_common import (
     BF16, FP32, REPO, Skip, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
@@ -327,6 +327,21 @@ def larger(run, record):
             if has_room:
                 break
             free_memory()
+        if why := why_no_fp8(run):
+            record["not_run"].append(f"{name} in FP8: {why}")
+            continue
+        label = f"{label} --matmul fp8"
+        with attempt(record, label):
+            row = step_row(run, label, config, B, s.T, recompute=level, matmul="fp8")
+            table(record, "").append(row)
+            run.summary[f"ours {label}"] = {key: row[key] for key in STEP_FIGURES}
+
+
+def why_no_fp8(run) -> str:
+    """Why no step here takes --matmul fp8; empty if one does."""
+    if not run.cuda or run.backend.capability() < FP8_CAPABILITY:
+        return "this device does not multiply it"
+    return "" if run.kernels == "triton" else "its operands are made by Triton's kernels"
 
 
 # ---- profile
@@ -339,9 +354,10 @@ KINDS = (
 
 def our_kernels() -> set[str]:
     """Names of the Triton kernels, as a profile has them; but for those of attention, which is a kind of its own."""
+    from llmc.kernels.fp8 import fp8_operand
     from llmc.kernels.functions import triton_operations
 
-    modules = [launcher.__globals__ for launcher in triton_operations().values()]
+    modules = [launcher.__globals__ for launcher in (*triton_operations().values(), fp8_operand)]
     names = {name for module in modules for name, value in module.items() if name.startswith("_") and hasattr(value, "fn")}
     return {name for name in names if "attention" not in name}
 

@@ -32,6 +32,7 @@ def little_to_interpret(monkeypatch, elements=2048):
     update of so many `elements`, each in one turn; and no row of the embeddings' gradient fetched that is then left out."""
     monkeypatch.setattr("llmc.memory.rooms.COLUMN_PARTIALS", 2)
     monkeypatch.setattr("llmc.memory.rooms.NORM_PARTIALS", 4)
+    monkeypatch.setattr("llmc.memory.rooms.FP8_PARTIALS", 2)
     if not torch.cuda.is_available():
         for name in ("adamw.CHUNK", "adamw.ELEMENTS"):
             monkeypatch.setattr(f"llmc.kernels.{name}", elements)

@@ -92,7 +92,7 @@ def test_a_name_that_ends_in_a_size_has_that_much_memory(name):
 
 
 def test_a_card_of_one_s_own_says_what_is_left():
-    assert Card("H100", CONTEXT_MIB + 10, 1.0, 132).budget_bytes == 10 * MIB
+    assert Card("H100", CONTEXT_MIB + 10, 1.0, 132, (9, 0)).budget_bytes == 10 * MIB
 
 
 # ----------------------------------------------------------------------------

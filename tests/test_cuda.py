@@ -23,6 +23,7 @@ from llmc.layers.matmul import matmul_dinput, matmul_dweight
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
+from llmc.request import FP8_CAPABILITY
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)
@@ -41,6 +42,12 @@ def prepared_device():
 
 
 precisions = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+
+
+def skip_without_fp8(forms):
+    if forms.get("matmul") == "fp8" and not HAS_FP8:
+        pytest.skip("this card does not multiply FP8")
 
 
 @pytest.mark.parametrize("precision, kind", [("fp32", ""), ("bf16", ""), ("bf16", "flash"), ("bf16", "cudnn"), ("bf16", "efficient")])
@@ -126,11 +133,12 @@ def steps_and_evaluations(graphs, precision, accumulation=3, steps=4, **forms):
 @precisions
 @pytest.mark.parametrize("forms", [
     *({"recompute": level} for level in NOT_KEPT), {"head_chunk": 50}, {"attention": "efficient"}, {"attention": "triton"},
-    {"gelu_fusion": 2}, {"optimizer_state": "bf16", "grad_dtype": "fp32"},
+    {"gelu_fusion": 2}, {"optimizer_state": "bf16", "grad_dtype": "fp32"}, {"matmul": "fp8"}, {"matmul": "fp8", "grad_dtype": "fp32"},
 ], ids=lambda forms: "-".join(map(str, forms.values())))  # fmt: skip
 def test_graphs_and_eager_give_the_same_bits(precision, forms):
-    if precision == "fp32" and "triton" in forms.values():
-        pytest.skip("--attention triton has no fp32 form")
+    if precision == "fp32" and {"triton", "fp8"} & set(forms.values()):
+        pytest.skip("--attention triton and --matmul fp8 have no fp32 form")
+    skip_without_fp8(forms)
     eager = steps_and_evaluations(None, precision, **forms)
     for _ in range(2):
         assert steps_and_evaluations(graphs_on("cuda"), precision, **forms) == eager
@@ -193,6 +201,7 @@ def test_every_recompute_level_and_every_run_gives_the_same_bits(precision, accu
     cases = [(SMALL, 4, 64, {"kernels": "triton"}), (longer, 16, 512, {"kernels": "triton"}), (SMALL, 4, 64, {"kernels": "torch"})]
     if precision == "bf16":
         cases += [(longer, 16, 512, {"attention": "triton"}), (longer, 3, 200, {"attention": "triton"})]
+        cases += [(longer, 16, 512, {"matmul": "fp8"})] if HAS_FP8 else []
     for config, B, T, forms in cases:
         baseline = gradients(config, precision, 0, B, T, accumulation, **forms)
         for level in (0, *NOT_KEPT):
@@ -221,16 +230,19 @@ def test_the_master_in_16_bits_gives_the_bits_of_an_fp32_master(forms):
 @gpu
 @pytest.mark.parametrize("forms", [
     {"master": "bits16", "optimizer_state": "bf16"}, {"master": "none"}, {"grad_dtype": "fp32"}, {"offload_residual": True},
-    {"precision": "fp32"}, {"attention": "efficient"}, {"attention": "triton"},
+    {"precision": "fp32"}, {"attention": "efficient"}, {"attention": "triton"}, {"matmul": "fp8"},
 ])  # fmt: skip
 def test_allocated_memory_is_the_plan_in_every_form(forms):
+    skip_without_fp8(forms)
     peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=5, device="cuda", **forms))
     assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + CUBLAS_BYTES
 
 
 @gpu
-@pytest.mark.parametrize("precision, forms", [("fp32", []), ("bf16", []), ("bf16", ["--master", "bits16", "--optimizer-state", "bf16"])])
+@pytest.mark.parametrize("precision, forms", [("fp32", []), ("bf16", []), ("bf16", ["--master", "bits16", "--optimizer-state", "bf16"]),
+                                              ("bf16", ["--matmul", "fp8"])])  # fmt: skip
 def test_resuming_gives_the_bytes_of_never_having_stopped(precision, forms, tmp_path):
+    skip_without_fp8({"matmul": forms[-1]} if forms else {})
     case = write_case_a(tmp_path / "case")
     common = ["-e", "d6", "-i", f"{case}/train_*.bin", "-j", f"{case}/val.bin", "--precision", precision, "-n", "3",
               "-b", "4", "-t", "32", "-v", "0", "-s", "0", "--device", "cuda", *forms]  # fmt: skip

@@ -37,7 +37,7 @@ READ = {
     "-b": {"auto": "auto", "1": 1}, "-r": {"auto": "auto", "0": 0, "6": 6},
     "--master": {"auto": "auto", "fp32": "fp32", "bits16": "bits16", "none": "none"}, "--optimizer-state": {"bf16": "bf16"},
     "--kernels": {"auto": "auto", "torch": "torch", "triton": "triton"}, "--attention": {"cudnn": "cudnn", "flash": "flash"},
-    "--matmul": {"auto": "auto", "cublaslt": "cublaslt", "numba": "numba", "widened": "widened"},
+    "--matmul": {"auto": "auto", "cublaslt": "cublaslt", "fp8": "fp8", "numba": "numba", "widened": "widened"},
     "--grad-dtype": {"auto": "auto", "fp32": "fp32", "bf16": "bf16"}, "--memory-budget": {"h100-80": "h100-80", "500 MiB": "500 MiB"},
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ WRONG = {
     "--ranks": ("-1", "auto", "1.5"), "--link": ("-1", "fast", "inf", "400,3600"), "--node-link": ("-1", "nan"),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
     "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
-    "--kernels": ("cuda", ""), "--attention": ("math", "cpu"), "--matmul": ("lt", "fp8"),
+    "--kernels": ("cuda", ""), "--attention": ("math", "cpu"), "--matmul": ("lt", "fp4"),
     "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
 

@@ -164,7 +164,12 @@ MATMUL_STAGES = (*DWEIGHT_ROOM, "qkv", "attproj", "fc", "fcproj", "head", "fcpro
 MATMUL_ROOMS = {
     "native": DWEIGHT_ROOM, "widened": {stage: {"widened"} for stage in MATMUL_STAGES},
     "numba": {stage: {"matmul_panels", "matmul_sums", "matmul_packed"} for stage in MATMUL_STAGES},
+    "fp8": {stage: {"fp8_inp", "fp8_weight", "fp8_scales", "fp8_partials"} for stage in MATMUL_STAGES if stage != "head"},
 }  # fmt: skip
+for stage in DWEIGHT_ROOM:
+    MATMUL_ROOMS["fp8"][stage] |= {"fp8_sum"}
+# no room but a tensor, which fcproj's two stages share: stages that touch it -> whether they write it
+FP8_DOUT = {"fcproj_dinput": True, "fcproj_dweight": False, "fc_backward": True, "attproj_backward": True, "qkv_backward": True}
 # what the stages outside the blocks touch in either form, as gpt2.py reads
 OUTSIDE = {
     "encoder": {"inputs", "targets", "encoded", "token_order", "token_groups", "token_seed"},  # targets and order are copied in with inputs
@@ -199,6 +204,9 @@ def timeline(plan):
         stages = [STAGE[name] for name in names]
         reads, writes = (set().union(*(getattr(s, side) for s in stages)) for side in ("reads", "writes"))
         read_first = {name for i, s in enumerate(stages) for name in s.reads if not any(name in before.writes for before in stages[:i])}
+        if plan.options.matmul == "fp8" and names[0] in FP8_DOUT:
+            dout = {"fp8_dout", "fp8_dout_scale"}
+            reads, writes = reads | dout, writes | dout if FP8_DOUT[names[0]] else writes
         return names[0], reads | writes | set(more) | set().union(*map(room_of, names)), writes - read_first
 
     def outside(name):
@@ -281,6 +289,8 @@ def all_options(config, B, T):
                 if kernels == "numba":
                     for factors in ("bf16", "fp32"):
                         yield options(config, B, T, matmul="numba", grad_dtype=grad_dtype, factors=factors, **common)
+        else:
+            yield options(config, B, T, matmul="fp8", **common)
     for kernels in KERNELS:
         for attention in ("flash", "cudnn", "efficient", *(["triton"] if kernels == "triton" else [])):
             yield options(config, B, T, recompute=5, device="cuda", kernels=kernels, attention=attention)
@@ -315,10 +325,12 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("numba", "attention_bias", "dqkvr"), ("triton", "attention_delta", "datty"), ("numba", "matmul_sums", "datty"),
     ("numba", "matmul_packed", "fch"), ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
+    ("triton", "fp8_inp", "fch"), ("triton", "fp8_weight", "qkvr"), ("triton", "fp8_scales", "atty"), ("triton", "fp8_partials", "ln1"),
+    ("triton", "fp8_sum", "dfch"), ("triton", "fp8_dout", "fch"), ("triton", "fp8_dout_scale", "fch_gelu"), ("triton", "fp8_dout", "ln2"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):
     """It is worth something only if a plan that is wrong shows up in it."""
-    matmul = "widened" if a == "widened" else "numba" if a.startswith("matmul_") else "native"
+    matmul = {"widened": "widened", "matmul": "numba", "fp8": "fp8"}.get(a.partition("_")[0], "native")
     attention = "triton" if a == "attention_delta" else ""
     plan = Plan(options(TINY, 4, 32, recompute=5, kernels=kernels, master="none", matmul=matmul, attention=attention))
     plan.tensors[a] = replace(plan.tensors[a], offset=plan.tensors[b].offset)

@@ -4,6 +4,7 @@ Each has the name and the arguments of its counterpart in llmc/layers/. Only doo
 trains with the torch operations.
 """
 
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -41,7 +42,7 @@ def launch_problem(device="cuda") -> str:
 def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
     """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels; and the halves of llmc.layers.in_halves.
 
-    matmul     as in PlanOptions: numba, or native and widened, which are torch's
+    matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
     attention  the kind, as PlanOptions.attention_kind has it
     """
     if kernels == "numba":
@@ -55,7 +56,7 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
     else:
         functions = torch_operations()
         functions |= in_halves(functions)
-    return SimpleNamespace(**attention_operations(attention, functions) | functions | matmul_operations(matmul))
+    return SimpleNamespace(**attention_operations(attention, functions) | functions | matmul_operations(matmul, kernels))
 
 
 def attention_operations(kind: str, functions: dict) -> dict:
@@ -71,13 +72,34 @@ def attention_operations(kind: str, functions: dict) -> dict:
     return library_attention(kind, functions["pack_gradients"])
 
 
-def matmul_operations(matmul: str) -> dict:
+MATMULS = ("matmul_forward", "matmul_dinput", "matmul_dweight")
+
+
+def matmul_operations(matmul: str, kernels: str) -> dict:
     """Name -> function, of the matmuls."""
+    if matmul == "fp8":
+        return fp8_matmuls(kernels)
     if matmul == "numba":
         from llmc.kernels_cpu import matmul as source
     else:
         from llmc.layers import matmul as source
-    return {name: getattr(source, name) for name in ("matmul_forward", "matmul_dinput", "matmul_dweight")}
+    return {name: getattr(source, name) for name in MATMULS}
+
+
+def fp8_matmuls(kernels: str) -> dict:
+    """Name -> function, of the matmuls in FP8, and of what comes before a pair of them in backward."""
+    from llmc.layers import matmul_fp8 as source
+
+    return {name: partial(getattr(source, name), fp8_operand=fp8_operand(kernels)) for name in (*MATMULS, "matmul_dout")}
+
+
+def fp8_operand(kernels: str):
+    """The function of that name: Triton's, or the one of torch's operations."""
+    if kernels == "triton":
+        from llmc.kernels.fp8 import fp8_operand as function
+    else:
+        from llmc.layers.matmul_fp8 import fp8_operand as function
+    return function
 
 
 def other_matmuls(matmul: str) -> list:

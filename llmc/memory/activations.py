@@ -5,9 +5,11 @@ from math import prod
 
 from llmc.memory.ladder import kept_names, segments, stage_line, transient_lifetimes
 from llmc.memory.options import PlanOptions
-from llmc.memory.rooms import NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens
+from llmc.memory.rooms import (
+    FP8_DOUT, FP8_DWEIGHT, FP8_MATMULS, NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens,
+)  # fmt: skip
 from llmc.memory.slots import LAYER_SLOTS, offload_slot
-from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, resolve
+from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, resolve
 from llmc.memory.tuning import MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, RANK_NUMBERS, TILE_ROWS, UPDATE_NUMBERS
 
 STEP = ("encoder", "encoder_backward")
@@ -88,9 +90,10 @@ def _working_rows(o: PlanOptions):
         yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL + TILE_ROWS} Nf", "factor", STEP
         yield "matmul_sums", "scratch", f"Rm {MATMUL_PANEL}", "fp32", STEP
         yield "matmul_packed", "scratch", "Pm Nf", "factor", STEP
+    if o.matmul == "fp8":
+        yield from _fp8_rows(o)
     if o.attention_kind == "cpu":
-        stages = (s for s in stage_line(o.recompute) if s.rpartition(" ")[2] in ("attention", "attention_backward"))
-        spans = [(s, s) for s in stages]
+        spans = _spans_of(o, ("attention", "attention_backward"))
         for name, shape, dtype in NUMBA_ATTENTION if o.kernel_set == "numba" else TORCH_ATTENTION:
             yield f"attention_{name}", "scratch", shape, dtype, *spans
     if o.attention_kind == "triton":
@@ -113,6 +116,23 @@ def _working_rows(o: PlanOptions):
     yield "encoder_sums", "scratch", "T C" if o.gradients == "fp32" else "B T C", "fp32", encoder
     if o.gradients != "fp32":
         yield "encoder_gathered", "scratch", "B T C", "act", encoder
+
+
+def _spans_of(o: PlanOptions, names):
+    """Of room that these stages of a block use, each for itself, wherever they run."""
+    return [(s, s) for s in stage_line(o.recompute) if s.rpartition(" ")[2] in names]
+
+
+def _fp8_rows(o: PlanOptions):
+    """Where matmuls of the layers make FP8 of their factors. What fcproj's share outlives GELU's gradient, which comes between them."""
+    matmuls = [s for s in (*FORWARD_STAGES, *BACKWARD_STAGES) if s.flops != "0" and (s.weights or s.grads)]
+    of_dweight = _spans_of(o, [s.name for s in matmuls if s.grads])
+    between = ("backward: fcproj_dinput", "backward: fcproj_dweight")
+    for rooms, spans in (
+        (FP8_MATMULS, _spans_of(o, [s.name for s in matmuls])), (FP8_DWEIGHT, of_dweight), (FP8_DOUT, [between, *of_dweight]),
+    ):  # fmt: skip
+        for name, shape, dtype in rooms:
+            yield f"fp8_{name}", "scratch", shape, dtype, *spans
 
 
 def _rank_rows(o: PlanOptions):

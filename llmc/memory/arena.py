@@ -11,7 +11,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
-               "int16": torch.int16}  # fmt: skip
+               "int16": torch.int16, "fp8": torch.uint8}  # fmt: skip
 
 HUGE_PAGE = 2 << 20  # bytes: x86's, and Arm's where other pages are 4 KiB
 

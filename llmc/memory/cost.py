@@ -96,8 +96,10 @@ def _update_bytes(o) -> int:
 
 
 def peak_flops(o: PlanOptions, budget: Budget | None) -> float | None:
-    """FLOP/s of the card, its dense peak; None without a card whose rates are known, and for a plan on a CPU."""
-    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
+    """FLOP/s of the card, its dense peak; None without a card whose rates are known, on a CPU, and where layers multiply FP8."""
+    if not (budget and budget.card and o.device == "cuda") or o.matmul == "fp8":
+        return None
+    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1]
     return peak * 1e12 if peak else None
 
 

@@ -33,7 +33,7 @@ class PlanOptions:
     ranks: int = 1  # that train on data of their own
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
-    matmul: str = "native"  # on a CPU native, which is torch's, numba, or widened, which is torch's of bf16 factors in fp32
+    matmul: str = "native"  # torch's; on a CPU also numba, or widened, which is torch's of bf16 factors in fp32; on a GPU fp8, of layers
     factors: str = ""  # bf16 | fp32, what numba's kernels multiply; empty: as the weights
     step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps
     reduce_every_micro_step: bool = False  # of several, gradients are summed over ranks after each, as stages 2 and 3 must
@@ -66,8 +66,8 @@ class PlanOptions:
 
     @property
     def multiplied_in(self) -> str:
-        """Type of the factors of matmuls."""
-        return {"native": self.precision, "numba": self.factor_type, "widened": "fp32"}[self.matmul]
+        """Type of the factors of matmuls; with fp8 of the head's."""
+        return {"numba": self.factor_type, "widened": "fp32"}.get(self.matmul, self.precision)
 
     @property
     def factor_type(self) -> str:

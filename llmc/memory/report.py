@@ -94,6 +94,8 @@ def describe(o: PlanOptions) -> str:
         forms.append(f"gradients in {o.gradients}")
     if o.matmul == "numba":
         forms.append("matmuls by numba")
+    if o.matmul == "fp8":
+        forms.append("matmuls of layers in FP8")
     if o.multiplied_in != o.precision:
         forms.append("matmuls widened to fp32")
     if o.offload_residual:
@@ -192,7 +194,8 @@ def options_json(o: PlanOptions) -> dict:
     return {
         "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device, "recompute": o.recompute,
         "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state, "grad_dtype": o.gradients,
-        "matmul": o.matmul if o.device == "cpu" else None, "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
+        "matmul": None if o.device == "cuda" and o.matmul == "native" else o.matmul,
+        "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
         "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
         "tp_recompute_allgather": int(not o.keep_gathered), "reduce_every_micro_step": int(o.reduce_every_micro_step),
     }  # fmt: skip

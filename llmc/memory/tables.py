@@ -20,7 +20,7 @@ from math import prod
 
 from llmc.config import ModelConfig
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int64": 8, "int32": 4, "int16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int64": 8, "int32": 4, "int16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)

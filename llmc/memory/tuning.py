@@ -17,6 +17,8 @@ ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and 
 # worker has room to add up products of
 MATMUL_DEPTH, MATMUL_PANEL, MATMUL_BLOCK, MATMUL_ROWS = 256, 128, 64, 256
 MATMUL_WORKSPACE = 32 * MIB  # of cuBLASLt, as NVIDIA advises for Hopper
+FP8_PARTIALS = 1024  # largest elements of parts of a tensor that becomes FP8
+FP8_MULTIPLE = 16  # of every dimension but the rows of an output: what FP8 matmuls take
 UPDATE_NUMBERS = 50  # of each tensor its seed, its last seed and its decay; two of the step
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no working room
 HEAD_GROUP = 4  # chunks whose bf16 weight gradients are added up in bf16; groups are added up in fp32

@@ -1,0 +1,284 @@
+"""FP8: operands to the bit, by torch's operations and by Triton's kernels; products of what they say; steps of a model at every level.
+
+On a CPU products are torch's own, exact but slow, so all is small there.
+"""
+
+import re
+from dataclasses import replace
+from math import inf, nan
+
+import numpy as np
+import pytest
+import torch
+
+from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
+from test_kernels import BF16, DEVICE, FP32, TRITON, build, distance, poison
+from test_layers import noise, unwritten
+from test_plan import D48, ODD
+from whole_steps import raw
+
+from llmc.backend import open_backend
+from llmc.config import ModelConfig
+from llmc.errors import UserError
+from llmc.flags import parse
+from llmc.kernels import fp8_matmuls, fp8_operand
+from llmc.layers import matmul
+from llmc.layers.matmul_fp8 import E4M3, E5M2, LARGEST
+from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.report import describe, options_json
+from llmc.request import check_fp8, plan_options, plan_text
+
+SETS = ["torch", *(["triton"] if TRITON else [])]
+kernels = pytest.mark.parametrize("kernels", [pytest.param(name, marks=[pytest.mark.kernels] * (name == "triton")) for name in SETS])
+types = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+has_fp8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [
+    pytest.mark.skipif(not has_fp8, reason="this card does not multiply FP8"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter is numpy, which tells of every infinity
+]
+
+
+@pytest.fixture(autouse=True)
+def prepared_device():
+    """As in test_kernels.py."""
+    threads = torch.get_num_threads()
+    open_backend(DEVICE, 1, False)
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(threads)
+
+
+def made(kernels, x, dtype, rows=True, columns=True):
+    """(scale, rows, columns) that an operand of x becomes, on the CPU; as bytes where they were asked for, else None."""
+    R, C = x.shape
+    scale, scratch = unwritten(1).to(DEVICE), {"fp8_partials": unwritten(4).to(DEVICE)}
+    places = {"rows": (R, C) if rows else None, "columns": (C, R) if columns else None}
+    out = {name: shape and torch.full(shape, 0xAA, dtype=torch.uint8, device=DEVICE).view(dtype) for name, shape in places.items()}
+    fp8_operand(kernels)(scale, x.to(DEVICE), scratch, **out)
+    return scale.cpu(), *(None if t is None else t.view(torch.uint8).cpu() for t in out.values())
+
+
+def numbers_of(dtype):
+    """All finite numbers of a type that are not negative, in order: their codes are 0, 1, 2, ..."""
+    numbers = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    return numbers[numbers.isfinite()]
+
+
+# ----------------------------------------------------------------------------
+# operands
+
+
+@kernels
+@types
+@pytest.mark.parametrize("R, C", [(1, 1), (3, 7), (130, 140), (2, 768)])
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e30])
+def test_an_operand_is_its_tensor_scaled_to_the_nearest_numbers_of_the_type(kernels, dtype, R, C, size):
+    """Of two equally near the even one; and transposed it is the same bytes."""
+    x = (noise(R, C) * noise(R, C, seed=1).mul(3).exp() * size).bfloat16()
+    scale, rows, columns = made(kernels, x, dtype)
+    assert scale.item() == (x.float().abs().max() / torch.tensor(LARGEST[dtype])).item()
+    wanted = x.float() * (torch.tensor(LARGEST[dtype]) / x.float().abs().max())
+    numbers = numbers_of(dtype)
+    distances = (wanted.double().abs()[..., None] - numbers).abs()
+    nearest = distances == distances.min(-1, keepdim=True).values
+    odd = torch.arange(len(numbers)) % 2
+    code = (nearest * (2 - odd)).argmax(-1)  # the even one counts double
+    assert torch.equal(rows & 0x7F, code.to(torch.uint8)) and torch.equal(rows >> 7, x.signbit().to(torch.uint8))
+    assert torch.equal(columns, rows.t())
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not TRITON, reason="no triton here, and so no kernels: python -m pip install triton")
+@types
+@pytest.mark.parametrize("top", [inf, 57344.0, 448.0, 3.0, 2.0**-90, 2.0**-110, 0.0], ids=str)
+def test_of_every_bf16_number_the_kernel_has_the_bytes_of_torch_s_operations(dtype, top):
+    """Of those up to `top`, which is among them, or of all and infinity; where all are tiny, or zero, the scale stays a number."""
+    x = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    x = torch.cat([x[x <= top], torch.tensor([top]).bfloat16()])
+    x = torch.stack([x, -x])
+    ours, torchs = made("triton", x, dtype), made("torch", x, dtype)
+    assert ours[0].item() == torchs[0].item() > 0
+    assert all(torch.equal(a, b) for a, b in zip(ours[1:], torchs[1:]))
+
+
+@kernels
+@types
+def test_what_is_not_a_number_stays_so(kernels, dtype):
+    x = noise(5, 33, dtype=BF16)
+    x[3, 20] = nan
+    _, rows, columns = made(kernels, x, dtype)
+    assert rows.view(dtype)[3, 20].isnan() and columns.view(dtype)[20, 3].isnan()
+
+
+@kernels
+@pytest.mark.parametrize("rows, columns", [(True, False), (False, True)])
+def test_a_layout_that_is_not_asked_for_changes_nothing(kernels, rows, columns):
+    x = noise(20, 300, dtype=BF16)
+    both, one = made(kernels, x, E4M3), made(kernels, x, E4M3, rows, columns)
+    assert torch.equal(both[0], one[0]) and all(b is None or torch.equal(a, b) for a, b in zip(both[1:], one[1:]))
+
+
+# ----------------------------------------------------------------------------
+# matmuls
+
+R, C, OC = 32, 48, 64
+
+
+def room():
+    widest, weight = max(C, OC), C * OC
+    flat = {"fp8_inp": R * widest, "fp8_weight": weight, "fp8_dout": 2 * R * widest}
+    acts = {name: torch.full((n,), 0xFF, dtype=torch.uint8, device=DEVICE) for name, n in flat.items()}
+    acts["fp8_dout"] = acts["fp8_dout"].view(2, -1)
+    return acts | {name: unwritten(n).to(DEVICE) for name, n in
+                   {"fp8_scales": 2, "fp8_dout_scale": 1, "fp8_partials": 4, "fp8_sum": weight}.items()}  # fmt: skip
+
+
+def seen(x, dtype):
+    """What a matmul sees of a tensor, in fp64: its operand, times the scale."""
+    scale, rows, _ = made("torch", x.cpu(), dtype)
+    return rows.view(dtype).double() * scale.double()
+
+
+def judge(out, exact, operands, dtype):
+    """Off the exact product by the rounding of the result and of sums in fp32; and off that of the tensors themselves by FP8's."""
+    left, right = operands
+    terms = left.abs() @ right.abs()  # a sum of few terms keeps 22 bits of the largest on Hopper, and 14 where it is fast
+    assert ((out.double().cpu() - exact).abs() <= exact.abs() * 2.0 ** (-8 if dtype == BF16 else -20) + terms * 2.0**-13).all()
+
+
+@kernels
+def test_matmuls_multiply_what_their_operands_say(kernels):
+    ops, inp, weight = fp8_matmuls(kernels), noise(2, R // 2, C, dtype=BF16), noise(OC, C, dtype=BF16, seed=1)
+    bias, dout = noise(OC, dtype=BF16, seed=2), noise(2, R // 2, OC, dtype=BF16, seed=3) * 1e-6
+    x, w, dy = seen(inp.view(R, C), E4M3), seen(weight, E4M3), seen(dout.view(R, OC), E5M2)
+    inp, weight, bias, dout = (t.to(DEVICE) for t in (inp, weight, bias, dout))
+    acts = room()
+    out, plain, dinp = (unwritten(2, R // 2, n, dtype=BF16).to(DEVICE) for n in (OC, OC, C))
+    ops["matmul_forward"](out, inp, weight, bias, acts)
+    judge(out.view(R, OC), x @ w.t() + bias.double().cpu(), (x, w.t()), BF16)
+    ops["matmul_forward"](plain, inp, weight, None, acts)
+    judge(plain.view(R, OC), x @ w.t(), (x, w.t()), BF16)
+    ops["matmul_dout"](dout, acts)
+    for name in ("fp8_inp", "fp8_weight"):  # what runs between the two halves of fcproj's backward may overwrite these
+        acts[name].fill_(0xFF)
+    ops["matmul_dinput"](dinp, dout, weight, acts)
+    judge(dinp.view(R, C), dy @ w, (dy, w), BF16)
+    for dtype in (BF16, FP32):
+        dweight = unwritten(OC, C, dtype=dtype).to(DEVICE)
+        ops["matmul_dweight"](dweight, dout, inp, accumulate=False, room=acts)
+        judge(dweight, dy.t() @ x, (dy.t(), x), dtype)
+        before = noise(OC, C, dtype=dtype, seed=4).mul_(1e-5).to(DEVICE)
+        total = before.clone()
+        ops["matmul_dweight"](total, dout, inp, accumulate=True, room=acts)
+        judge(total, before.double().cpu() + dy.t() @ x, (dy.t(), x), dtype)
+    relative = distance(out, inp.view(R, C).double() @ weight.double().t() + bias.double())
+    assert 0.005 < relative < 0.05  # it is FP8, and no more than that
+
+
+def test_without_a_room_they_are_bf16_s():
+    """As the classifier has them."""
+    ops, inp, weight, dout = fp8_matmuls("torch"), noise(R, C, dtype=BF16), noise(OC, C, dtype=BF16), noise(R, OC, dtype=BF16)
+    for name, shape, args, more in (
+        ("matmul_forward", (R, OC), (inp, weight), {}), ("matmul_dinput", (R, C), (dout, weight), {}),
+        ("matmul_dweight", (OC, C), (dout, inp), {"accumulate": False}),
+    ):  # fmt: skip
+        ours, theirs = (torch.zeros(shape, dtype=BF16) for _ in range(2))
+        ops[name](ours, *args, **more)
+        getattr(matmul, name)(theirs, *args, **more)
+        assert torch.equal(ours, theirs), name
+
+
+# ----------------------------------------------------------------------------
+# a model
+
+B, T = 2, 16
+SIZED = ModelConfig(max_seq_len=16, vocab_size=45, num_layers=3, num_heads=2, channels=32, padded_vocab_size=48)
+
+
+def build_sized(kernels="", config=SIZED, **forms):
+    """A model of sizes that FP8 takes; on a CPU by torch's operations, as interpreted one takes minutes."""
+    return build(kernels or ("triton" if DEVICE == "cuda" else "torch"), "bf16", config, B=B, T=T, **forms)
+
+
+def gradients_of(model, step=0, micro_steps=2):
+    """Losses and gradients of some micro-steps; before them every activation is NaN."""
+    poison(model)
+    batches = np.random.default_rng(step).integers(0, SIZED.vocab_size, (micro_steps, 2, B, T))
+    for micro_step, (inputs, targets) in enumerate(batches):
+        model.train(inputs, targets, micro_steps, micro_step)
+    return model.mean_loss(micro_steps), {name: g.clone() for name, g in model.grads.items()}
+
+
+def two_steps(model):
+    """All that these leave, as bits."""
+    seen = []
+    for step in range(2):
+        loss, gradients = gradients_of(model, step)
+        norm = model.grad_norm()
+        assert norm.isfinite()
+        seen += [loss, norm.item(), *map(raw, gradients.values())]
+        model.update(1e-2, 0.1, step + 1, norm)
+    return seen + [raw(arena) for arena in model.flat.values()]
+
+
+def test_every_recompute_level_gives_the_same_bits():
+    """Of losses, gradients of two micro-steps, weights and moments; and the same where no two activations share a byte."""
+    baseline = two_steps(build_sized(matmul="fp8", recompute=0))
+    for level in list(NOT_KEPT)[1:]:
+        assert two_steps(build_sized(matmul="fp8", recompute=level)) == baseline, f"-r {level}"
+    assert two_steps(build_sized(matmul="fp8", recompute=6, own_bytes=True)) == baseline
+
+
+@kernels
+def test_gradients_are_bf16_s_but_for_what_eight_bits_cost(kernels, monkeypatch):
+    """Of all sixteen tensors. Measured: 0.018 to 0.12, and the loss 0.002."""
+    little_to_interpret(monkeypatch)
+    shallow = replace(SIZED, num_layers=1)
+    (loss, ours), (wanted_loss, wanted) = (gradients_of(build_sized(kernels, shallow, matmul=m), 0, 1) for m in ("fp8", "native"))
+    distances = {name: distance(g, wanted[name]) for name, g in ours.items()}
+    assert max(distances.values()) < 0.15 and abs(loss / wanted_loss - 1) < 5e-3, distances
+    assert min(distances.values()) > 1e-3  # it was FP8 that ran
+
+
+# ----------------------------------------------------------------------------
+# what it goes with
+
+
+def asked(words, config=D48, precision="bf16", kind="cuda"):
+    s = parse(f"--kernels {'triton' if kind == 'cuda' else 'numba'} {words}".split())
+    return plan_options(s, config, precision, kind)
+
+
+def test_it_is_taken_where_it_can_be_and_the_plan_says_so():
+    o = asked("--matmul fp8 -t 1024")
+    check_fp8(o, "an L4", (8, 9))
+    check_fp8(o, "", None)
+    assert o.matmul == "fp8" and "matmuls of layers in FP8" in describe(o) and options_json(o)["matmul"] == "fp8"
+    assert asked("").matmul == asked("--matmul cublaslt").matmul == "native"
+    check_fp8(asked("", ODD), "an A100", (8, 0))  # which nobody asked for
+
+
+@pytest.mark.parametrize("words, forms, sentence", [
+    ("", {}, "--matmul fp8: an A100 has no FP8 arithmetic (SM89 or later has: Ada, Hopper, Blackwell); leave it out"),
+    ("", {"precision": "fp32"}, "--matmul fp8 is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model"),
+    ("--kernels torch", {}, "--matmul fp8 goes with --kernels triton, and this run has --kernels torch; leave one of them out"),
+    ("-ge 2", {}, "--matmul fp8 -ge 2: GELU joins matmuls of bf16, and these are FP8; leave one of them out"),
+    ("-t 1000", {}, "--matmul fp8 takes sizes that 16 divides, and -t is 1000; leave it out"),
+    ("-t 32", {"config": ODD}, "--matmul fp8 takes sizes that 16 divides, and C is 35; leave it out"),
+])  # fmt: skip
+def test_what_it_does_not_go_with_is_said(words, forms, sentence):
+    o = asked(f"--matmul fp8 -t 1024 {words}", **forms)
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+        check_fp8(o, "an A100", (8, 0) if "A100" in sentence else (9, 0))
+
+
+def test_on_a_cpu_it_is_refused():
+    with pytest.raises(UserError, match="^--matmul fp8 is a GPU's, and this run is on a CPU; leave it out$"):
+        asked("--matmul fp8", kind="cpu")
+
+
+def test_a_plan_for_a_card_without_it_is_refused():
+    with pytest.raises(UserError, match="^--matmul fp8: a100-80 has no FP8 arithmetic"):
+        plan_text(parse("--plan -e d48 --matmul fp8 --memory-budget a100-80".split()))
+    table = plan_text(parse("--plan -e d48 -b 32 -t 1024 --matmul fp8 --memory-budget h200".split()))
+    assert "matmuls of layers in FP8" in table
