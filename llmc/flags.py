@@ -140,7 +140,7 @@ GROUPS = {
              choices=("auto", "flash", "cudnn", "efficient", "triton")),
         Flag((), "matmul", str, "auto", "NAME",
              "whose matmuls run. On a GPU those without a bias by cublas, which is auto, or cublaslt; or fp8: those of all layers in 8 "
-             "bits, for large models on Ada, Hopper and later. On a CPU all by torch, native, or by numba, or by torch in fp32 of widened "
+             "bits, for large models on Hopper and later. On a CPU all by torch, native, or by numba, or by torch in fp32 of widened "
              "pieces of bf16; auto takes what was fastest on processors of its kind. The bits may differ",
              choices=("auto", "cublas", "cublaslt", "fp8", "native", "numba", "widened")),
     ),

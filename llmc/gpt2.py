@@ -67,7 +67,11 @@ class GPT2:
         # where matmuls pack their factors, widen bf16 ones or make FP8 of them: all, weight gradients, and the head's, which are never FP8
         self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened"), "fp8": self.acts}[o.matmul]
         self.dweight_room = self.acts.get("widened", self.matmul_room)
-        self.head_room = None if o.matmul == "fp8" else self.matmul_room
+        self.head_room, self.fcproj_room = self.matmul_room, None
+        if o.matmul == "fp8":  # between the two matmuls of fcproj's backward others may make a dout of their own
+            self.head_room = None
+            own = {name: self.acts[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
+            self.fcproj_room = self.acts | own
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients")
         self.sharing = sharing or Alone()
@@ -414,16 +418,16 @@ class GPT2:
         """Tokens of a step, on all ranks."""
         return self.B * self.T * grad_accum_steps * self.sharing.size
 
-    def _matmul_dout(self, dout):
+    def _matmul_dout(self, dout, room=None):
         """What is to be done about dout once, before it meets weight and input."""
         if self.plan.options.matmul == "fp8":
-            self.ops.matmul_dout(dout, self.matmul_room)
+            self.ops.matmul_dout(dout, room or self.matmul_room)
 
-    def _matmul_dweight(self, dweight, dout, inp):
-        self.ops.matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, room=self.dweight_room)
+    def _matmul_dweight(self, dweight, dout, inp, room=None):
+        self.ops.matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, room=room or self.dweight_room)
 
-    def _matmul_dinput(self, dinp, dout, weight):
-        self.ops.matmul_dinput(dinp, dout, weight, room=self.matmul_room)
+    def _matmul_dinput(self, dinp, dout, weight, room=None):
+        self.ops.matmul_dinput(dinp, dout, weight, room=room or self.matmul_room)
 
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
         """Of a matmul whose results are summed: dout and dinp are of all rows."""
@@ -440,8 +444,8 @@ class GPT2:
 
     def _fcproj_dinput(self, l):
         dout = self.parts.gathered(self.acts["dresidual"])
-        self._matmul_dout(dout)
-        self._matmul_dinput(self.acts["dfch"], dout, l.fcprojw)
+        self._matmul_dout(dout, self.fcproj_room)
+        self._matmul_dinput(self.acts["dfch"], dout, l.fcprojw, self.fcproj_room)
 
     def _fcproj_dinput_gelu(self, l):
         a = self.acts
@@ -455,7 +459,7 @@ class GPT2:
         self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate, out_again=l.fch_gelu)
 
     def _fcproj_dweight(self, l):
-        self._matmul_dweight(l.dfcprojw, self.parts.still_gathered(self.acts["dresidual"]), l.fch_gelu)
+        self._matmul_dweight(l.dfcprojw, self.parts.still_gathered(self.acts["dresidual"]), l.fch_gelu, self.fcproj_room)
 
     def _fc_backward(self, l):
         self._gathered_matmul_backward(l, "ln2", self.acts["dln2"], l.dfcw, self.acts["dfch"], l.fcw)

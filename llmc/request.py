@@ -160,6 +160,7 @@ def check_attention(o: PlanOptions):
 
 OWN_KERNELS = {"cuda": "triton", "cpu": "numba"}
 CALLED = {"triton": "Triton", "numba": "numba"}
+NEEDS_KERNELS = {"cuda": ("triton", "fp8"), "cpu": ("numba",)}  # of --matmul and --attention
 
 
 def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list[str]]:
@@ -175,8 +176,8 @@ def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list
     if s.kernels not in ("auto", "torch") and why_not:
         raise UserError(f"--kernels {s.kernels}: {why_not}; leave it out")
     for flag, asked in (("matmul", s.matmul), ("attention", s.attention)):
-        if asked == own and s.kernels == "auto" and why_not:
-            raise UserError(f"--{flag} {own} needs {CALLED[own]}'s kernels, and {why_not}; leave it out")
+        if asked in NEEDS_KERNELS[kind] and s.kernels == "auto" and why_not:
+            raise UserError(f"--{flag} {asked} needs {CALLED[own]}'s kernels, and {why_not}; leave it out")
     if s.kernels != "auto":
         return s, []
     if why_not:
@@ -222,7 +223,7 @@ def check_gelu_fusion(o: PlanOptions):
                 )
 
 
-FP8_CAPABILITY = (8, 9)  # of the first cards that multiply it
+FP8_CAPABILITY = (9, 0)  # Hopper's; Ada multiplies FP8 too, but Triton 3.6 rounds to it twice there
 
 
 def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
@@ -230,7 +231,7 @@ def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
     if o.matmul != "fp8":
         return
     if capability and capability < FP8_CAPABILITY:
-        raise UserError(f"--matmul fp8: {name} has no FP8 arithmetic (SM89 or later has: Ada, Hopper, Blackwell); leave it out")
+        raise UserError(f"--matmul fp8 is for Hopper and later, SM90, and this run is on {name}; leave it out")
     if o.precision == "fp32":
         raise UserError("--matmul fp8 is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if o.kernel_set != "triton":
@@ -238,7 +239,7 @@ def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
     if o.gelu_fusion:
         raise UserError(f"--matmul fp8 -ge {o.gelu_fusion}: GELU joins matmuls of bf16, and these are FP8; leave one of them out")
     sizes = sizes_of(o.config, parts=o.tensor_parallel)
-    dimensions = {"-t": o.T, "C": sizes["C"], "the channels of a rank's heads": sizes["k"], "a rank's part of 4 C": 4 * sizes["f"]}
+    dimensions = {"B*T": o.B * o.T, "C": sizes["C"], "the channels of a rank's heads": sizes["k"], "a rank's part of 4 C": 4 * sizes["f"]}
     for what, size in dimensions.items():
         if size % FP8_MULTIPLE:
             raise UserError(f"--matmul fp8 takes sizes that {FP8_MULTIPLE} divides, and {what} is {size}; leave it out")

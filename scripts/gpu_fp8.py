@@ -23,7 +23,7 @@ def fp8(run, record):
         raise Skip("FP8 matmuls are measured on a GPU, and there is no CUDA device")
     capability = run.backend.capability()
     if capability < FP8_CAPABILITY:
-        raise Skip(f"FP8 matmuls need compute capability 8.9, and this card has {capability[0]}.{capability[1]}")
+        raise Skip(f"--matmul fp8 needs compute capability 9.0, and this card has {capability[0]}.{capability[1]}")
     for name, config, B, T in while_time(run, record, MODELS, 8, name=lambda model: model[0]):
         measure_model(run, record, name, config, B, T)
     record["notes"] += [

@@ -10,7 +10,7 @@ import torch
 
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
-from llmc.kernels import fp8_operand, operations
+from llmc.kernels import fp8_operand_of, operations
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.matmul_fp8 import E5M2
 from llmc.memory.arena import TORCH_DTYPE
@@ -102,7 +102,7 @@ class Room:
         self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in wanted}
         inputs = random_tokens(s.config, s.B, s.T)[0]
         self.tokens, self.order = torch.from_numpy(inputs).to(device), token_order(inputs)
-        self.operations = vars(operations(kernels)) | {"fp8_operand": fp8_operand(kernels)}
+        self.operations = vars(operations(kernels)) | {"fp8_operand": fp8_operand_of(kernels)}
 
     def x(self, width=1):
         return self.run.random(self.B, self.T, width * self.C)

@@ -300,47 +300,47 @@ def more_steps(run, record):
 
 
 def larger(run, record):
-    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2."""
-    s = run.sizes
-    for name, config, batches in while_time(run, record, s.larger, 30, name=lambda x: x[0]):
-        if run.cuda:
-            free_memory()  # of the model before
-        budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
-        chosen = {}
-        for level in (2, 0):
-            most = largest_batch(run.options(config, 1, s.T, recompute=level), budget)
-            chosen[level] = next((b for b in batches if b <= most), 0)
-        level, B = 0 if chosen[0] == chosen[2] else 2, chosen[2]
-        if not B:
-            record["not_run"].append(f"{name}: not even one sequence fits {budget // MIB} MiB")
-            continue
-        for B in (b for b in batches if b <= chosen[level]):
-            label, has_room = f"{name} -b {B} -r {level}", True
-            with attempt(record, label):
-                try:
-                    row = step_row(run, label, config, B, s.T, recompute=level)
-                except torch.OutOfMemoryError:  # what libraries take is in no plan
-                    has_room = False
-                    raise
-                table(record, "").append(row)
-                run.summary[f"ours {label}"] = {key: row[key] for key in STEP_FIGURES}
-            if has_room:
-                break
-            free_memory()
+    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. In bf16, and where it can be in FP8."""
+    for name, config, batches in while_time(run, record, run.sizes.larger, 30, name=lambda x: x[0]):
+        largest_step(run, record, name, config, batches)
         if why := why_no_fp8(run):
             record["not_run"].append(f"{name} in FP8: {why}")
-            continue
-        label = f"{label} --matmul fp8"
+        else:
+            largest_step(run, record, name, config, batches, matmul="fp8")
+
+
+def largest_step(run, record, name, config, batches, **forms):
+    T, words = run.sizes.T, "".join(f" --{form} {value}" for form, value in forms.items())
+    if run.cuda:
+        free_memory()  # of the model before
+    budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
+    chosen = {}
+    for level in (2, 0):
+        most = largest_batch(run.options(config, 1, T, recompute=level, **forms), budget)
+        chosen[level] = next((b for b in batches if b <= most), 0)
+    level, B = 0 if chosen[0] == chosen[2] else 2, chosen[2]
+    if not B:
+        record["not_run"].append(f"{name}{words}: not even one sequence fits {budget // MIB} MiB")
+        return
+    for B in (b for b in batches if b <= chosen[level]):
+        label, has_room = f"{name} -b {B} -r {level}{words}", True
         with attempt(record, label):
-            row = step_row(run, label, config, B, s.T, recompute=level, matmul="fp8")
+            try:
+                row = step_row(run, label, config, B, T, recompute=level, **forms)
+            except torch.OutOfMemoryError:  # what libraries take is in no plan
+                has_room = False
+                raise
             table(record, "").append(row)
             run.summary[f"ours {label}"] = {key: row[key] for key in STEP_FIGURES}
+        if has_room:
+            break
+        free_memory()
 
 
 def why_no_fp8(run) -> str:
     """Why no step here takes --matmul fp8; empty if one does."""
     if not run.cuda or run.backend.capability() < FP8_CAPABILITY:
-        return "this device does not multiply it"
+        return "it is for Hopper and later"
     return "" if run.kernels == "triton" else "its operands are made by Triton's kernels"
 
 

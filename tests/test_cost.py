@@ -10,10 +10,11 @@ from case_a import CONFIG
 from sent_program import Counting, build
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmc.cards import parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
 from llmc.kernels_cpu import why_no_cpu_kernels
-from llmc.memory.cost import Cost, extra_flops_percent, step_cost
+from llmc.memory.cost import Cost, extra_flops_percent, peak_flops, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -259,3 +260,15 @@ def test_intensity_grows_with_the_batch_and_with_micro_steps():
     by_micro_steps = [step_cost(PlanOptions(D12, 1, 1024, device="cuda"), n).intensity for n in (1, 2, 4, 8)]
     for rising in (by_batch, by_micro_steps):
         assert rising == sorted(rising) and len(set(rising)) == len(rising)
+
+
+def test_fp8_moves_its_operands_too():
+    """Of d48: each input and weight twice, in one layout: read twice, written and read again, where bf16's is read once; gradients in two
+    layouts, once: read twice, written, and read by two matmuls, where bf16's is read once, but of fcproj, whose stages are two, twice."""
+    o = PlanOptions(config_from_descriptor("d48"), 4, 1024, device="cuda")
+    C, n = 1600, 4096
+    inputs, gradients, weights = 7 * n * C, 9 * n * C, 12 * C * C
+    more = 2 * 4 * (inputs + weights) + 6 * gradients - 2 * n * C
+    fp8 = step_cost(replace(o, matmul="fp8"))
+    assert fp8.bytes - step_cost(o).bytes == 48 * more and fp8.flops == step_cost(o).flops
+    assert peak_flops(replace(o, matmul="fp8"), parse_budget("h200")) == 2 * peak_flops(o, parse_budget("h200"))

@@ -21,17 +21,17 @@ from llmc.backend import open_backend
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import parse
-from llmc.kernels import fp8_matmuls, fp8_operand
+from llmc.kernels import fp8_matmuls, fp8_operand_of
 from llmc.layers import matmul
 from llmc.layers.matmul_fp8 import E4M3, E5M2, LARGEST
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.report import describe, options_json
-from llmc.request import check_fp8, plan_options, plan_text
+from llmc.request import FP8_CAPABILITY, check_fp8, plan_options, plan_text
 
 SETS = ["torch", *(["triton"] if TRITON else [])]
 kernels = pytest.mark.parametrize("kernels", [pytest.param(name, marks=[pytest.mark.kernels] * (name == "triton")) for name in SETS])
 types = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-has_fp8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+has_fp8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= FP8_CAPABILITY
 pytestmark = [
     pytest.mark.skipif(not has_fp8, reason="this card does not multiply FP8"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter is numpy, which tells of every infinity
@@ -54,7 +54,7 @@ def made(kernels, x, dtype, rows=True, columns=True):
     scale, scratch = unwritten(1).to(DEVICE), {"fp8_partials": unwritten(4).to(DEVICE)}
     places = {"rows": (R, C) if rows else None, "columns": (C, R) if columns else None}
     out = {name: shape and torch.full(shape, 0xAA, dtype=torch.uint8, device=DEVICE).view(dtype) for name, shape in places.items()}
-    fp8_operand(kernels)(scale, x.to(DEVICE), scratch, **out)
+    fp8_operand_of(kernels)(scale, x.to(DEVICE), scratch, **out)
     return scale.cpu(), *(None if t is None else t.view(torch.uint8).cpu() for t in out.values())
 
 
@@ -103,11 +103,15 @@ def test_of_every_bf16_number_the_kernel_has_the_bytes_of_torch_s_operations(dty
 
 @kernels
 @types
-def test_what_is_not_a_number_stays_so(kernels, dtype):
+def test_what_is_not_a_number_stays_so_and_nothing_else_becomes_it(kernels, dtype):
     x = noise(5, 33, dtype=BF16)
     x[3, 20] = nan
-    _, rows, columns = made(kernels, x, dtype)
+    scale, rows, columns = made(kernels, x, dtype)
     assert rows.view(dtype)[3, 20].isnan() and columns.view(dtype)[20, 3].isnan()
+    x[3, 20] = 0
+    others, wanted = (t.view(dtype).float() for t in (rows, made(kernels, x, dtype)[1]))
+    others[3, 20] = 0
+    assert torch.equal(others, wanted) and scale.isfinite()
 
 
 @kernels
@@ -251,19 +255,21 @@ def asked(words, config=D48, precision="bf16", kind="cuda"):
 
 def test_it_is_taken_where_it_can_be_and_the_plan_says_so():
     o = asked("--matmul fp8 -t 1024")
-    check_fp8(o, "an L4", (8, 9))
+    check_fp8(o, "an H100", (9, 0))
     check_fp8(o, "", None)
+    check_fp8(asked("--matmul fp8 -b 2 -t 1000"), "a B200", (10, 0))
     assert o.matmul == "fp8" and "matmuls of layers in FP8" in describe(o) and options_json(o)["matmul"] == "fp8"
     assert asked("").matmul == asked("--matmul cublaslt").matmul == "native"
     check_fp8(asked("", ODD), "an A100", (8, 0))  # which nobody asked for
 
 
 @pytest.mark.parametrize("words, forms, sentence", [
-    ("", {}, "--matmul fp8: an A100 has no FP8 arithmetic (SM89 or later has: Ada, Hopper, Blackwell); leave it out"),
+    ("", {}, "--matmul fp8 is for Hopper and later, SM90, and this run is on an A100; leave it out"),
     ("", {"precision": "fp32"}, "--matmul fp8 is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model"),
     ("--kernels torch", {}, "--matmul fp8 goes with --kernels triton, and this run has --kernels torch; leave one of them out"),
     ("-ge 2", {}, "--matmul fp8 -ge 2: GELU joins matmuls of bf16, and these are FP8; leave one of them out"),
-    ("-t 1000", {}, "--matmul fp8 takes sizes that 16 divides, and -t is 1000; leave it out"),
+    ("-b 1 -t 1000", {}, "--matmul fp8 takes sizes that 16 divides, and B*T is 1000; leave it out"),
+    ("-b 3 -t 24", {}, "--matmul fp8 takes sizes that 16 divides, and B*T is 72; leave it out"),
     ("-t 32", {"config": ODD}, "--matmul fp8 takes sizes that 16 divides, and C is 35; leave it out"),
 ])  # fmt: skip
 def test_what_it_does_not_go_with_is_said(words, forms, sentence):
@@ -278,7 +284,7 @@ def test_on_a_cpu_it_is_refused():
 
 
 def test_a_plan_for_a_card_without_it_is_refused():
-    with pytest.raises(UserError, match="^--matmul fp8: a100-80 has no FP8 arithmetic"):
-        plan_text(parse("--plan -e d48 --matmul fp8 --memory-budget a100-80".split()))
+    with pytest.raises(UserError, match="^--matmul fp8 is for Hopper and later, SM90, and this run is on l40s; leave it out$"):
+        plan_text(parse("--plan -e d48 --matmul fp8 --memory-budget l40s".split()))
     table = plan_text(parse("--plan -e d48 -b 32 -t 1024 --matmul fp8 --memory-budget h200".split()))
     assert "matmuls of layers in FP8" in table

@@ -167,9 +167,9 @@ MATMUL_ROOMS = {
     "fp8": {stage: {"fp8_inp", "fp8_weight", "fp8_scales", "fp8_partials"} for stage in MATMUL_STAGES if stage != "head"},
 }  # fmt: skip
 for stage in DWEIGHT_ROOM:
-    MATMUL_ROOMS["fp8"][stage] |= {"fp8_sum"}
-# no room but a tensor, which fcproj's two stages share: stages that touch it -> whether they write it
-FP8_DOUT = {"fcproj_dinput": True, "fcproj_dweight": False, "fc_backward": True, "attproj_backward": True, "qkv_backward": True}
+    MATMUL_ROOMS["fp8"][stage] |= {"fp8_sum"} | ({"fp8_dout", "fp8_dout_scale"} if stage != "fcproj_dweight" else set())
+# no room but tensors, the first of fcproj's stages writes them for the second
+FP8_FCPROJ = {"fp8_fcproj_dout", "fp8_fcproj_dout_scale"}
 # what the stages outside the blocks touch in either form, as gpt2.py reads
 OUTSIDE = {
     "encoder": {"inputs", "targets", "encoded", "token_order", "token_groups", "token_seed"},  # targets and order are copied in with inputs
@@ -204,9 +204,8 @@ def timeline(plan):
         stages = [STAGE[name] for name in names]
         reads, writes = (set().union(*(getattr(s, side) for s in stages)) for side in ("reads", "writes"))
         read_first = {name for i, s in enumerate(stages) for name in s.reads if not any(name in before.writes for before in stages[:i])}
-        if plan.options.matmul == "fp8" and names[0] in FP8_DOUT:
-            dout = {"fp8_dout", "fp8_dout_scale"}
-            reads, writes = reads | dout, writes | dout if FP8_DOUT[names[0]] else writes
+        if plan.options.matmul == "fp8" and names[0].startswith("fcproj_"):
+            reads, writes = reads | FP8_FCPROJ, writes | (FP8_FCPROJ if names[0] == "fcproj_dinput" else set())
         return names[0], reads | writes | set(more) | set().union(*map(room_of, names)), writes - read_first
 
     def outside(name):
@@ -326,7 +325,8 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("numba", "matmul_packed", "fch"), ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
     ("triton", "fp8_inp", "fch"), ("triton", "fp8_weight", "qkvr"), ("triton", "fp8_scales", "atty"), ("triton", "fp8_partials", "ln1"),
-    ("triton", "fp8_sum", "dfch"), ("triton", "fp8_dout", "fch"), ("triton", "fp8_dout_scale", "fch_gelu"), ("triton", "fp8_dout", "ln2"),
+    ("triton", "fp8_sum", "dfch"), ("triton", "fp8_dout", "dqkvr"), ("triton", "fp8_dout_scale", "dfch"),
+    ("triton", "fp8_fcproj_dout", "fch"), ("triton", "fp8_fcproj_dout_scale", "ln2"), ("triton", "fp8_fcproj_dout", "fp8_inp"),
 ])  # fmt: skip
 def test_the_check_above_notices_two_tensors_laid_over_each_other(kernels, a, b):
     """It is worth something only if a plan that is wrong shows up in it."""

@@ -87,6 +87,12 @@ def test_with_one_micro_step_every_stage_gives_the_same_bits(run, kernels, form,
     assert_same_bits(run, [case(ranks, 0, **common), *cases])
 
 
+def test_matmuls_in_fp8_give_the_same_bits_at_every_stage(run):
+    """A rank scales its own rows, and weights that all have alike."""
+    common = dict(forms={"precision": "bf16", "matmul": "fp8"}, config=replace(CONFIG, channels=32), layers=2)
+    assert_same_bits(run, [case(2, stage, level=level, poisoned=True, **common) for stage, level in ((0, 0), (1, 3), (2, 5), (3, 6))])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @NUMBA
 def test_shares_that_are_no_whole_vectors_give_the_same_bits(run, form):

@@ -90,11 +90,11 @@ def fp8_matmuls(kernels: str) -> dict:
     """Name -> function, of the matmuls in FP8, and of what comes before a pair of them in backward."""
     from llmc.layers import matmul_fp8 as source
 
-    return {name: partial(getattr(source, name), fp8_operand=fp8_operand(kernels)) for name in (*MATMULS, "matmul_dout")}
+    return {name: partial(getattr(source, name), fp8_operand=fp8_operand_of(kernels)) for name in (*MATMULS, "matmul_dout")}
 
 
-def fp8_operand(kernels: str):
-    """The function of that name: Triton's, or the one of torch's operations."""
+def fp8_operand_of(kernels: str):
+    """fp8_operand, Triton's or the one of torch's operations."""
     if kernels == "triton":
         from llmc.kernels.fp8 import fp8_operand as function
     else:

@@ -7,12 +7,14 @@ FP8 matmuls want both factors with the dimension they sum over last: what forwar
 Nothing is kept from one matmul to the next, least of all a scale: operands are made anew from tensors that are bf16, so a step has the same
 bits at every level of recompute, and a run that resumes goes on with the bits of one that never stopped.
 
-Working room, `room`: fp8_inp, fp8_weight and fp8_dout (2, ...), as large as the largest matmul's, fp8_scales (2,) and fp8_dout_scale (1,)
-fp32, fp8_sum fp32, as large as the largest weight, and what fp8_operand needs. Without a room these functions are matmul.py's, as they are
-for the classifier.
+Working room, `room`, where operands lie as bytes (uint8): fp8_inp and fp8_dout (2, ...) for the widest matmul's rows, fp8_weight for the
+largest weight, fp8_scales (2,) and fp8_dout_scale (1,) fp32, fp8_sum fp32 as large as the largest weight, and what fp8_operand needs.
+Without a room these functions are matmul.py's, as they are for the classifier.
 
 Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
 """
+
+from math import inf
 
 import torch
 
@@ -25,13 +27,14 @@ SMALLEST_TOP = 2.0**-100  # that a tensor's largest element is taken for: of zer
 
 
 def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
-    """x / scale in FP8, rounded to nearest even: as it lies, transposed, or both. scale is its largest element over the type's.
+    """x / scale in FP8, rounded to nearest even: as it lies, transposed, or both. scale is its largest element over the type's; what is not
+    a number stays so, and does not count.
 
     scale    (1,) fp32   written     rows     (R, C)  e4m3 or e5m2, written, or None     scratch  only a kernel needs any
     x        (..., C)    read        columns  (C, R)  likewise, of the same type
     """
-    wide, dtype = rows_of(x).float(), (columns if rows is None else rows).dtype
-    top = wide.abs().amax().clamp_min_(SMALLEST_TOP)
+    wide, dtype = rows_of(x).to(torch.float32, copy=True), (columns if rows is None else rows).dtype
+    top = wide.abs().nan_to_num_(nan=0.0, posinf=inf).amax().clamp_min_(SMALLEST_TOP)
     largest = torch.full_like(top, LARGEST[dtype])  # by a number torch may divide as by its reciprocal
     torch.div(top, largest, out=scale[0])
     wide.mul_(largest / top).clamp_(-LARGEST[dtype], LARGEST[dtype])
@@ -42,7 +45,11 @@ def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
 
 
 def matmul_forward(out, inp, weight, bias=None, room=None, *, fp8_operand):
-    """out = inp @ weight.T + bias."""
+    """out = inp @ weight.T + bias.
+
+    out     (..., OC)  written     inp  (..., C)  read     all contiguous, bf16; C and OC are multiples of 16
+    weight  (OC, C)    read        bias (OC,)     read, or None
+    """
     if room is None:
         return matmul.matmul_forward(out, inp, weight, bias)
     of_inp, of_weight = room["fp8_scales"].split(1)
@@ -54,7 +61,7 @@ def matmul_forward(out, inp, weight, bias=None, room=None, *, fp8_operand):
 
 
 def matmul_dout(dout, room, *, fp8_operand):
-    """Make what matmul_dinput and matmul_dweight take of dout (..., OC): before the first of them."""
+    """Make what matmul_dinput and matmul_dweight take of dout (..., OC), bf16: before the first of them. Rows are a multiple of 16."""
     rows, columns = _dout(dout, room)
     fp8_operand(room["fp8_dout_scale"], dout, room, rows=rows, columns=columns)
 
@@ -69,7 +76,7 @@ def matmul_dinput(dinp, dout, weight, room=None, *, fp8_operand):
 
 
 def matmul_dweight(dweight, dout, inp, *, accumulate, room=None, fp8_operand):
-    """dweight (OC, C) = dout.T @ inp, plus what it held if `accumulate`; after matmul_dout."""
+    """dweight (OC, C), bf16 or fp32, = dout.T @ inp, plus what it held if `accumulate`; after matmul_dout, inp (..., C)."""
     if room is None:
         return matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate)
     of_inp, columns = room["fp8_scales"][:1], _matrix(room["fp8_inp"], E4M3, *rows_of(inp).t().shape)

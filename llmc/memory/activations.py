@@ -6,10 +6,10 @@ from math import prod
 from llmc.memory.ladder import kept_names, segments, stage_line, transient_lifetimes
 from llmc.memory.options import PlanOptions
 from llmc.memory.rooms import (
-    FP8_DOUT, FP8_DWEIGHT, FP8_MATMULS, NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens,
+    FP8_DOUT, FP8_DWEIGHT, FP8_FCPROJ, FP8_MATMULS, NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens,
 )  # fmt: skip
 from llmc.memory.slots import LAYER_SLOTS, offload_slot
-from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, resolve
+from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, resolve
 from llmc.memory.tuning import MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, RANK_NUMBERS, TILE_ROWS, UPDATE_NUMBERS
 
 STEP = ("encoder", "encoder_backward")
@@ -124,13 +124,15 @@ def _spans_of(o: PlanOptions, names):
 
 
 def _fp8_rows(o: PlanOptions):
-    """Where matmuls of the layers make FP8 of their factors. What fcproj's share outlives GELU's gradient, which comes between them."""
-    matmuls = [s for s in (*FORWARD_STAGES, *BACKWARD_STAGES) if s.flops != "0" and (s.weights or s.grads)]
-    of_dweight = _spans_of(o, [s.name for s in matmuls if s.grads])
-    between = ("backward: fcproj_dinput", "backward: fcproj_dweight")
+    """Where matmuls of the layers make FP8 of their factors."""
+    matmuls = [s for s in (*FORWARD_STAGES, *BACKWARD_STAGES) if MATRICES & {*s.weights, *s.grads}]
+    between = [("backward: fcproj_dinput", "backward: fcproj_dweight")]
     for rooms, spans in (
-        (FP8_MATMULS, _spans_of(o, [s.name for s in matmuls])), (FP8_DWEIGHT, of_dweight), (FP8_DOUT, [between, *of_dweight]),
-    ):  # fmt: skip
+        (FP8_MATMULS, _spans_of(o, [s.name for s in matmuls])),
+        (FP8_DWEIGHT, _spans_of(o, [s.name for s in matmuls if s.grads])),
+        (FP8_DOUT, _spans_of(o, [s.name for s in matmuls if s.weights and s.grads])),
+        (FP8_FCPROJ, between),
+    ):
         for name, shape, dtype in rooms:
             yield f"fp8_{name}", "scratch", shape, dtype, *spans
 

@@ -13,7 +13,7 @@ from llmc.memory.ladder import backward_schedule, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.rooms import head_chunk_rows, plan_sizes
 from llmc.memory.tables import (
-    ALL_ROWS_OF, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, STREAM, SUMS_ROWS, resolve,
+    ALL_ROWS_OF, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, PARAMETERS, STREAM, SUMS_ROWS, resolve,
 )  # fmt: skip
 from llmc.mfu import PEAKS
 
@@ -65,7 +65,22 @@ def _stage(o, sizes, stage) -> tuple[int, int]:
         n_bytes += prod(resolve(PARAMETER[name].shape, sizes)[1:]) * DTYPE_BYTES[o.precision]
     for name in stage.grads:  # read and written: micro-steps add up
         n_bytes += 2 * prod(resolve(PARAMETER[name].shape, sizes)[1:]) * DTYPE_BYTES[o.gradients]
+    if o.matmul == "fp8":
+        n_bytes += _fp8_bytes(o, sizes, stage)
     return prod(resolve(stage.flops, sizes)), n_bytes
+
+
+def _fp8_bytes(o, sizes, stage) -> int:
+    """What a matmul of a layer moves more in FP8, where a factor in bf16 is read once: that is read once more, and what is made of it is
+    written and read. dout is made in two layouts, of fcproj by the first of two stages."""
+    if not MATRICES & {*stage.weights, *stage.grads}:
+        return 0
+    weights = sum(prod(resolve(PARAMETER[name].shape, sizes)[1:]) for name in MATRICES & {*stage.weights})
+    first, *second = (prod(resolve(ACTIVATION[name].shape, sizes)) for name in stage.reads)
+    if stage in FORWARD_STAGES:
+        return 4 * (weights + first)
+    of_dout = {"fcproj_dinput": 5, "fcproj_dweight": -1}.get(stage.name, 6)
+    return 4 * (weights + sum(second)) + of_dout * first
 
 
 def _head(o, sizes) -> tuple[int, int]:
@@ -96,11 +111,9 @@ def _update_bytes(o) -> int:
 
 
 def peak_flops(o: PlanOptions, budget: Budget | None) -> float | None:
-    """FLOP/s of the card, its dense peak; None without a card whose rates are known, on a CPU, and where layers multiply FP8."""
-    if not (budget and budget.card and o.device == "cuda") or o.matmul == "fp8":
-        return None
-    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1]
-    return peak * 1e12 if peak else None
+    """FLOP/s of the card, its dense peak, of FP8 twice bf16's; None without a card whose rates are known, and for a plan on a CPU."""
+    peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
+    return peak * 1e12 * (2 if o.matmul == "fp8" else 1) if peak else None
 
 
 def ridge(o: PlanOptions, budget: Budget | None) -> float | None:

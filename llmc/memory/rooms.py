@@ -22,10 +22,12 @@ NUMBA_ATTENTION = (
     ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
 TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
-# of matmuls in FP8: of all, of those that make a weight's gradient, and of what these share with those that make an input's
+# of matmuls in FP8: of all; of those that make a weight's gradient; of the gradient that these share with those that make an input's;
+# and of fcproj's, where other matmuls may run between the two
 FP8_MATMULS = (("inp", "B T Fc", "fp8"), ("weight", "Fw", "fp8"), ("scales", "2", "fp32"), ("partials", "Pf", "fp32"))
 FP8_DWEIGHT = (("sum", "Fw", "fp32"),)
 FP8_DOUT = (("dout", "2 B T Fc", "fp8"), ("dout_scale", "1", "fp32"))
+FP8_FCPROJ = (("fcproj_dout", "2 B T C", "fp8"), ("fcproj_dout_scale", "1", "fp32"))
 LIBRARY_TILE_ROWS = 128  # of a card's attention that is not ours
 
 
@@ -36,24 +38,22 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     Hw  elements of that chunk, and of its rows of the stream, widened for its weight's gradient
     Rn  rows of a layernorm; of GELU a quarter     Rw  rows that fit the room of widened factors
     Pc  partial sums of columns                    Np  of the norm                Nw  elements of a piece of it
-    Pf  parts of a tensor whose largest elements are looked for
     U   elements of the update at a time           G   positions of a sample
     Q   queries of torch's attention on a CPU, at once, and Ha of its heads, of HS channels
     Wa  workers of numba's attention               Ta  tiles of a sequence in Triton's
     Tp  T as memory-efficient attention pads its row statistics
 
-    and what _attention_sizes and _matmul_sizes add.
+    and what _attention_sizes, _matmul_sizes and _fp8_sizes add.
     """
     tuning = TUNING[o.device]
     rows = o.B * o.T
-    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | {
+    return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | _fp8_sizes(o) | {
         "Tp": whole(o.T, 32 if o.attention_kind == "efficient" else 1),
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
         "Hw": head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
         "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
-        "Pf": FP8_PARTIALS,
         "Np": NORM_PARTIALS if o.fused else norm_partials(o),
         "Nw": min(tuning.update_elements, o.num_parameters),
         "Rw": max(1, min(rows, tuning.widened_rows)),
@@ -69,23 +69,24 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
 
 def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     """Of numba's matmuls: Wm workers, Rm rows for their sums in all, Nf numbers in a factor, and Pm factors of a left matrix, of columns,
-    that are packed at once: of as many of its rows as fit, but at least of a block's, each filled up to TILE_DEPTH.
-
-    Of a layer's: Fc columns of the widest input or output, and Fw elements of the largest weight.
-    """
+    that are packed at once: of as many of its rows as fit, but at least of a block's, each filled up to TILE_DEPTH."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
-    widest_weight = max(3 * sizes["k"], 4 * sizes["f"])
-    widest_layer = max(sizes["C"], widest_weight)
-    widest = max(widest_layer, sizes["w"])
+    widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
     workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), whole(rows, TILE_DEPTH)
     return {
         "Wm": workers,
         "Rm": workers * min(MATMUL_ROWS, whole(max(rows, widest), MATMUL_BLOCK)),
-        "Fc": widest_layer,
-        "Fw": widest_weight * sizes["C"],
         "Nf": 4 // DTYPE_BYTES[o.factor_type],
         "Pm": MATMUL_BLOCK * depth * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * depth), -(-widest // MATMUL_BLOCK))),
     }
+
+
+def _fp8_sizes(o: PlanOptions) -> dict[str, int]:
+    """Of matmuls in FP8: Fc columns of a layer's widest input or output, Fw elements of its largest weight, and Pf parts of a tensor whose
+    largest elements are looked for."""
+    sizes = sizes_of(o.config, parts=o.tensor_parallel)
+    features = max(3 * sizes["k"], 4 * sizes["f"])
+    return {"Fc": max(sizes["C"], features), "Fw": features * sizes["C"], "Pf": FP8_PARTIALS}
 
 
 def head_chunk_rows(o: PlanOptions) -> int:

@@ -63,6 +63,7 @@ PARAMETERS = (
     Parameter("lnfw", "C", init="ones"),
     Parameter("lnfb", "C"),
 )
+MATRICES = {p.name for p in PARAMETERS if p.decay and p.per_layer}  # that a layer multiplies by
 # gradients that each part takes over its own rows, to be summed; wpe's is taken over those of all
 SUMMED_OVER_PARTS = {p.name for p in PARAMETERS if p.split is None and p.name != "wpe"}
 
