@@ -45,6 +45,7 @@ FORMS = (
     dict(precision="bf16", master="none"),
     dict(precision="bf16", grad_dtype="fp32"),
 )
+PLAIN = (dict(precision="bf16"),)
 
 
 def record_attention(channels):
@@ -143,12 +144,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities [80 90 100]")
     parser.add_argument("--channels", type=int, nargs="+", default=[768, 1600], help="model widths [768 1600]")
+    parser.add_argument("--plain", action="store_true", help="only of a bf16 model with an fp32 master and optimizer state")
     parser.add_argument("--resources", action="store_true", help="print registers, spills and shared memory of each")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     count = 0
     for channels in args.channels:
-        launches = recorded_launches(channels)
+        launches = recorded_launches(channels, PLAIN if args.plain else FORMS)
         for capability in args.capability:
             for (module, name, types, constants, warps), launch in launches.items():
                 if not compiles_for(capability, module):
@@ -163,7 +165,7 @@ def main():
                         f"sm{capability} {module + '.' + name:28} {resources(compiled.asm['cubin'])}  {warps} warps, {dtypes}, {constants}"
                     )
         cards = ", ".join(f"sm{c}" for c in args.capability)
-        print(f"C={channels}: {len(launches)} kernels for each of {cards}, of FP8 from sm89 on")
+        print(f"C={channels}: {len(launches)} kernels for each of {cards}, of FP8 from sm90 on")
     print(f"{count} compilations")
 
 

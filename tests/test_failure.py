@@ -1,6 +1,6 @@
-"""Ranks of real runs killed at random points, twenty in all, each run started again until it is done: it ends as one that nobody disturbed.
+"""Ranks of real runs killed at random points, twelve in all, each run started again until it is done: it ends as one that nobody disturbed.
 
-Four ways to start a run and to start it again, five SIGKILLs each: while ranks meet or load, in a step, between steps, while a checkpoint
+Four ways to start a run and to start it again, three SIGKILLs each: while ranks meet or load, in a step, between steps, while a checkpoint
 is written or an old one deleted. Whoever is left must end long before the time-out of a collective, and say who is gone; what a checkpoint
 lacks keeps it from being resumed; the last step's files are, to the bit, those of the undisturbed run.
 """
@@ -24,8 +24,8 @@ from ranks_program import LONGEST_S, ran, start
 from test_loop import inputs, words_of
 from test_resume import steps_in
 
-KILLS = 5  # of each run
-LAST = 72
+KILLS = 3  # of each run
+LAST = 48
 FIRST_WORDS = "| Parameter "  # of each try
 APART = LAST // (KILLS + 1)  # steps between kills at most, so that none comes after the end
 RUN = f"--device cpu --threads 1 -t 32 -l 3e-3 -x {LAST} -n 3 -nk 2 -v 7 -m 1 -s 0 -y 1"
@@ -167,7 +167,7 @@ def ends(case, undisturbed, tmp_path_factory) -> dict:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find a launcher's ranks in")
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_five_times_a_run_ends_with_the_bytes_of_an_undisturbed_one(ends, undisturbed, name):
+def test_killed_three_times_a_run_ends_with_the_bytes_of_an_undisturbed_one(ends, undisturbed, name):
     folder, done = ends[name]
     print(*done.result(), sep="\n")
     straight = undisturbed[4 if "four" in name else 2]

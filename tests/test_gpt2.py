@@ -247,8 +247,7 @@ def test_four_micro_steps_are_one_large_batch(precision):
 
 
 @ways
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("config", [SMALL, DEEP, SINGLE], ids=["L2", "L5", "L1"])
+@pytest.mark.parametrize("config, accumulation", [(SMALL, 1), (SMALL, 3), (DEEP, 3), (SINGLE, 1)], ids=["L2-1", "L2-3", "L5-3", "L1-1"])
 def test_every_recompute_level_gives_the_same_bits(config, accumulation, precision, more):
     """Losses, norms, all gradients after each of three steps, and weights and moments in the end."""
     runs = []
