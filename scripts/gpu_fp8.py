@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from llmc.kernels import fp8_matmuls
-from llmc.layers.matmul_fp8 import E4M3, E5M2, LARGEST
+from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -27,7 +27,7 @@ def fp8(run, record):
     for name, config, B, T in while_time(run, record, MODELS, 8, name=lambda model: model[0]):
         measure_model(run, record, name, config, B, T)
     record["notes"] += [
-        "inputs and weights e4m3, gradients e5m2, one scale per tensor, bf16 out; sums of forward are the fast ones",
+        "e4m3, one scale per tensor, bf16 out; sums of forward are the fast ones, in backward they are promoted to fp32 on the way",
         f"with operands: as --matmul fp8 runs them, by {run.kernels}'s code. At best: {ONE_LAYOUT} bytes an element of an operand in one "
         f"layout and {TWO_LAYOUTS} in two, at the rate of a copy",
     ]
@@ -46,21 +46,19 @@ def operand_bytes(C, n) -> int:
 
 
 def factors(form, x, dout, weight):
-    """The (M, K) and (K, N) that torch.mm multiplies in bf16, and the types they have in FP8."""
-    return {
-        "forward": (x, weight.t(), E4M3, E4M3), "dinput": (dout, weight, E5M2, E4M3), "dweight": (dout.t(), x, E5M2, E4M3),
-    }[form]  # fmt: skip
+    """The (M, K) and (K, N) that torch.mm multiplies in bf16."""
+    return {"forward": (x, weight.t()), "dinput": (dout, weight), "dweight": (dout.t(), x)}[form]
 
 
 def product_alone(form, *tensors):
     """A call that multiplies in FP8 what the tensors are in it."""
 
-    def in_fp8(x, dtype):
-        scale = torch.linalg.vector_norm(x, float("inf"), dtype=FP32).clamp(min=1e-12) / LARGEST[dtype]
-        return (x / scale).to(dtype).contiguous(), scale
+    def in_fp8(x):
+        scale = torch.linalg.vector_norm(x, float("inf"), dtype=FP32).clamp(min=1e-12) / LARGEST
+        return (x / scale).to(E4M3).contiguous(), scale
 
-    left, right, left_type, right_type = factors(form, *tensors)
-    (a, of_a), (b, of_b) = in_fp8(left, left_type), in_fp8(right.t(), right_type)
+    left, right = factors(form, *tensors)
+    (a, of_a), (b, of_b) = in_fp8(left), in_fp8(right.t())
     return partial(torch._scaled_mm, a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=BF16, use_fast_accum=form == "forward")
 
 
@@ -92,7 +90,7 @@ def measure_model(run, record, name, config, B, T):
             with attempt(record, f"{name} {product} {form}"):
                 row = {"model": name, "matmul": product, "which": form}
                 if form != "dout":
-                    bf16 = [factors(form, *s)[:2] for s in sets]
+                    bf16 = [factors(form, *s) for s in sets]
                     calls = [product_alone(form, *s) for s in sets]
                     reference, ours = torch.mm(*bf16[0]).float(), calls[0]().float()
                     row["relative difference"] = ((ours - reference).norm() / reference.norm()).item()

@@ -12,7 +12,7 @@ from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
 from llmc.kernels import fp8_operand_of, operations
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
-from llmc.layers.matmul_fp8 import E5M2
+from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.layout import flat_layout
 from llmc.memory.options import PlanOptions
@@ -120,7 +120,7 @@ class Room:
         return self.run.random(self.B, self.T, dtype=FP32).abs_().add_(0.5)
 
     def in_fp8(self, rows, columns):
-        return torch.zeros(rows, columns, dtype=E5M2, device=self.tokens.device)
+        return torch.zeros(rows, columns, dtype=E4M3, device=self.tokens.device)
 
     def heads(self):
         return self.x().view(self.B, self.T, self.config.num_heads, -1).transpose(1, 2)

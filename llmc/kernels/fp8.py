@@ -4,13 +4,13 @@ See llmc/layers/matmul_fp8.py.
 """
 
 from llmc.kernels import door
-from llmc.kernels.door import INTERPRETED, cdiv, constant, jit, load, tile, tl
+from llmc.kernels.door import INTERPRETED, cdiv, constant, jit, load, tile, tl, widen
 from llmc.layers.matmul_fp8 import LARGEST, SMALLEST_TOP
 from llmc.layers.rows import rows_of
 
 ELEMENTS = 4096
 ROWS, COLUMNS = 128, 128
-SMALLEST_TOP = tl.constexpr(SMALLEST_TOP)
+LARGEST, SMALLEST_TOP = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_TOP)
 
 
 @jit
@@ -24,27 +24,23 @@ def _fp8_largest(partials, x, n, each, ELEMENTS: tl.constexpr):
 
 
 @jit
-def _in_eight_bits(x, dtype: tl.constexpr):
-    """An fp32 value as e4m3 or e5m2, rounded to nearest even; beyond the largest it is that, and NaN stays NaN."""
+def _in_e4m3(x):
+    """An fp32 value in 8 bits, rounded to nearest even; beyond the largest it is that, and NaN stays NaN. The interpreter truncates."""
     if INTERPRETED:
-        MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
-        BIAS: tl.constexpr = 7 if dtype == tl.float8e4nv else 15
-        LAST: tl.constexpr = 0x7E if dtype == tl.float8e4nv else 0x7B
         magnitude = tl.abs(x)
         bits = magnitude.to(tl.uint32, bitcast=True)
-        code = ((bits + ((1 << (22 - MANTISSA)) - 1) + ((bits >> (23 - MANTISSA)) & 1)) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
-        whole = magnitude * 2.0 ** (BIAS - 1 + MANTISSA) + 8388608.0  # 2^23: what is added is rounded to a whole number
-        code = tl.where(magnitude < 2.0 ** (1 - BIAS), whole.to(tl.uint32, bitcast=True) & 0x7FFFFF, code)
-        code = tl.where(x == x, tl.minimum(code, LAST), 0x7F) | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80)
-        return code.to(tl.uint8).to(dtype, bitcast=True)
-    return x.to(dtype)
+        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # exponents are 120 less
+        whole = magnitude * 512.0 + 8388608.0  # of 2^-9, below the least exponent: what is added to 2^23 is rounded to a whole number
+        code = tl.where(magnitude < 0.015625, whole.to(tl.uint32, bitcast=True) & 0x7FFFFF, code)
+        code = tl.where(x == x, tl.minimum(code, 0x7E), 0x7F) | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return x.to(tl.float8e4nv)
 
 
 @jit
 def _fp8_cast(
     rows, columns, scale, partials, x, n_rows, C,
-    LARGEST: tl.constexpr, PARTIALS: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTIALS: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     top = tl.maximum(tl.max(tl.load(partials + tl.arange(0, PARTIALS)), 0), SMALLEST_TOP)
     factor = tl.div_rn(constant(top, LARGEST), top)
@@ -53,11 +49,12 @@ def _fp8_cast(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
     at = row[:, None] * C + column[None, :]
-    small = _in_eight_bits(load(x + at, mask) * factor, rows.dtype.element_ty)
+    found = tl.load(x + at, mask=mask, other=0.0)
     if BY_ROWS:
-        tl.store(rows + at, small, mask=mask)
-    if BY_COLUMNS:
-        tl.store(columns + column[:, None].to(tl.int64) * n_rows + row[None, :], tl.trans(small), mask=tl.trans(mask))
+        tl.store(rows + at, _in_e4m3(widen(found) * factor), mask=mask)
+    if BY_COLUMNS:  # transposed as it is: Hopper has an instruction for that, of 16 bits
+        turned = column[:, None].to(tl.int64) * n_rows + row[None, :]
+        tl.store(columns + turned, _in_e4m3(widen(tl.trans(found)) * factor), mask=tl.trans(mask))
 
 
 def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
@@ -68,6 +65,5 @@ def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
     door.launch(_fp8_largest, (len(partials),), partials, x, n, each, ELEMENTS=ELEMENTS)
     door.launch(
         _fp8_cast, (cdiv(n_rows, ROWS), cdiv(C, COLUMNS)), written, written if columns is None else columns, scale, partials, x, n_rows, C,
-        LARGEST=LARGEST[written.dtype], PARTIALS=len(partials), BY_ROWS=rows is not None, BY_COLUMNS=columns is not None,
-        ROWS=ROWS, COLUMNS=COLUMNS,
+        PARTIALS=len(partials), BY_ROWS=rows is not None, BY_COLUMNS=columns is not None, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Linear layers whose factors have 8 bits: --matmul fp8. The functions of matmul.py, and what they make of a tensor first.
 
-Inputs and weights are e4m3, gradients e5m2, which has a bit of range for one of precision; each is scaled by one number, so that its
-largest element is the largest that the type holds. Products are added up in fp32, and results have the types they have in matmul.py.
-FP8 matmuls want both factors with the dimension they sum over last: what forward has that way, backward has not, and takes transposed.
+All are e4m3, each scaled by one number, so that its largest element is the largest that the type holds. (Gradients in e5m2, which has a bit
+of range for one of precision, and is more usual, cost d6 as much loss again as another seed of rounding.) Products are added up in fp32,
+and results have the types they have in matmul.py. FP8 matmuls want both factors with the dimension they sum over last: what forward has
+that way, backward has not, and takes transposed.
 
 Nothing is kept from one matmul to the next, least of all a scale: operands are made anew from tensors that are bf16, so a step has the same
 bits at every level of recompute, and a run that resumes goes on with the bits of one that never stopped.
@@ -21,8 +22,7 @@ import torch
 from llmc.layers import matmul
 from llmc.layers.rows import rows_of
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 SMALLEST_TOP = 2.0**-100  # that a tensor's largest element is taken for: of zeros too there is a scale
 
 
@@ -30,14 +30,14 @@ def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
     """x / scale in FP8, rounded to nearest even: as it lies, transposed, or both. scale is its largest element over the type's; what is not
     a number stays so, and does not count.
 
-    scale    (1,) fp32   written     rows     (R, C)  e4m3 or e5m2, written, or None     scratch  only a kernel needs any
-    x        (..., C)    read        columns  (C, R)  likewise, of the same type
+    scale    (1,) fp32   written     rows     (R, C)  e4m3, written, or None     scratch  only a kernel needs any
+    x        (..., C)    read        columns  (C, R)  likewise
     """
-    wide, dtype = rows_of(x).to(torch.float32, copy=True), (columns if rows is None else rows).dtype
+    wide = rows_of(x).to(torch.float32, copy=True)
     top = wide.abs().nan_to_num_(nan=0.0, posinf=inf).amax().clamp_min_(SMALLEST_TOP)
-    largest = torch.full_like(top, LARGEST[dtype])  # by a number torch may divide as by its reciprocal
+    largest = torch.full_like(top, LARGEST)  # by a number torch may divide as by its reciprocal
     torch.div(top, largest, out=scale[0])
-    wide.mul_(largest / top).clamp_(-LARGEST[dtype], LARGEST[dtype])
+    wide.mul_(largest / top).clamp_(-LARGEST, LARGEST)
     if rows is not None:
         rows.copy_(wide)
     if columns is not None:
@@ -53,7 +53,7 @@ def matmul_forward(out, inp, weight, bias=None, room=None, *, fp8_operand):
     if room is None:
         return matmul.matmul_forward(out, inp, weight, bias)
     of_inp, of_weight = room["fp8_scales"].split(1)
-    x, w = (_matrix(room[name], E4M3, *rows_of(t).shape) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
+    x, w = (_matrix(room[name], *rows_of(t).shape) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
     fp8_operand(of_inp, inp, room, rows=x)
     fp8_operand(of_weight, weight, room, rows=w)
     # as is usual, sums of forward are the fast ones, which keep fewer bits; those of gradients are promoted to fp32 on the way
@@ -70,7 +70,7 @@ def matmul_dinput(dinp, dout, weight, room=None, *, fp8_operand):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C), after matmul_dout."""
     if room is None:
         return matmul.matmul_dinput(dinp, dout, weight)
-    of_weight, columns = room["fp8_scales"][1:], _matrix(room["fp8_weight"], E4M3, *weight.t().shape)
+    of_weight, columns = room["fp8_scales"][1:], _matrix(room["fp8_weight"], *weight.t().shape)
     fp8_operand(of_weight, weight, room, columns=columns)
     _multiply(rows_of(dinp), _dout(dout, room)[0], columns, room["fp8_dout_scale"], of_weight)
 
@@ -79,7 +79,7 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room=None, fp8_operand):
     """dweight (OC, C), bf16 or fp32, = dout.T @ inp, plus what it held if `accumulate`; after matmul_dout, inp (..., C)."""
     if room is None:
         return matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate)
-    of_inp, columns = room["fp8_scales"][:1], _matrix(room["fp8_inp"], E4M3, *rows_of(inp).t().shape)
+    of_inp, columns = room["fp8_scales"][:1], _matrix(room["fp8_inp"], *rows_of(inp).t().shape)
     fp8_operand(of_inp, inp, room, columns=columns)
     total = room["fp8_sum"].view(-1)[: dweight.numel()].view(dweight.shape) if accumulate else dweight
     _multiply(total, _dout(dout, room)[1], columns, room["fp8_dout_scale"], of_inp)
@@ -91,12 +91,12 @@ def _dout(dout, room):
     """Where dout lies in FP8: its rows, and its columns."""
     R, OC = rows_of(dout).shape
     rows, columns = room["fp8_dout"]
-    return _matrix(rows, E5M2, R, OC), _matrix(columns, E5M2, OC, R)
+    return _matrix(rows, R, OC), _matrix(columns, OC, R)
 
 
-def _matrix(place, dtype, rows, columns):
-    """A matrix of that type at the start of a room."""
-    return place.view(-1)[: rows * columns].view(dtype).view(rows, columns)
+def _matrix(place, rows, columns):
+    """A matrix at the start of a room."""
+    return place.view(-1)[: rows * columns].view(E4M3).view(rows, columns)
 
 
 def _multiply(out, a, b, of_a, of_b, bias=None, fast=False):
