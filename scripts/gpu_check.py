@@ -32,7 +32,7 @@ from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
 from llmc.memory import rooms
 from llmc.memory.options import PlanOptions
-from scripts import gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
+from scripts import gpu_algorithms, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_lost, free_memory, last_lines, new_record
 from scripts.gpu_report import markdown, print_summary
 
@@ -122,6 +122,7 @@ SECTIONS = (
     Section("attention", "Attention", gpu_kernels.attention, 8),
     Section("gelu_fusion", "GELU inside the matmul", gpu_kernels.gelu_fusion, 5),
     Section("fp8", "FP8 matmuls against bf16", gpu_fp8.fp8, 10),
+    Section("algorithms", "Matrix products by other algorithms", gpu_algorithms.algorithms, 10),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
     Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
     Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 60),

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from llmc.kernels import cublaslt
 from llmc.kernels.cublaslt import DESC, PREFERENCE, MatmulGelu, NoAlgorithm
 from oracle import assert_as_good_as_eager
+from scripts import gpu_algorithms
 
 INTERNAL_ERROR, NOT_SUPPORTED = 14, 15
 STATUS_NAMES = {INTERNAL_ERROR: b"CUBLAS_STATUS_INTERNAL_ERROR", NOT_SUPPORTED: b"CUBLAS_STATUS_NOT_SUPPORTED"}
@@ -101,28 +102,33 @@ class FakeLibrary:
         return dict(self.objects[handle])
 
     def MatmulAlgoGetHeuristic(self, handle, desc, a, b, c, d, preference, wanted, results, found):
-        assert wanted == 1
         self.searches.append((self.desc(desc), self.preference(preference)))
-        # a struct of 96 bytes: 8 words of algorithm, the workspace it needs, the state, a float, 4 reserved ints
-        for offset, value in ((0, 77), (56, 77), (64, 1024), (72, self.state)):
-            c_uint64.from_address(results + offset).value = value
+        # structs of 96 bytes: 8 words of algorithm, the workspace it needs, the state, a float, 4 reserved ints
         assert ctypes.sizeof(cublaslt.HeuristicResult) == 96
-        c_int.from_address(found).value = self.found
+        for i in range(min(self.found, wanted)):
+            for offset, value in ((0, 77 + i), (56, 77 + i), (64, 1024), (72, self.state)):
+                c_uint64.from_address(results + 96 * i + offset).value = value
+        c_int.from_address(found).value = min(self.found, wanted)
         return self.status
 
     def Matmul(self, handle, desc, alpha, a, layout_a, b, layout_b, beta, c, layout_c, d, layout_d, algorithm, workspace, n_bytes, stream):
         desc, (la, lb, lc, ld) = self.desc(desc), (self.layout(x) for x in (layout_a, layout_b, layout_c, layout_d))
+        algorithms = {c_uint64.from_address(algorithm + offset).value for offset in (0, 56)}
         call = dict(desc=desc, layouts=(la, lb, ld), pointers=(a, b, d), workspace=(workspace, n_bytes), stream=stream)
+        call |= {"algorithm": algorithms.pop()}
         self.matmuls.append(call)
         assert (ctypes.c_float.from_address(alpha).value, ctypes.c_float.from_address(beta).value) == (1.0, 0.0)
-        assert c_uint64.from_address(algorithm).value == c_uint64.from_address(algorithm + 56).value == 77
-        assert c == d and lc == ld and desc["TRANSB"] == 0 and desc["SCALE_TYPE"] == 0
-        x, y = read(a, la), read(b, lb)
-        out = (x.T if desc["TRANSA"] else x) @ y
+        assert not algorithms and c == d and lc == ld and desc["SCALE_TYPE"] == 0
+        x, y = (read(t, layout).T if desc[turned] else read(t, layout) for t, layout, turned in ((a, la, "TRANSA"), (b, lb, "TRANSB")))
+        out = x @ y
         assert out.shape == (ld["ROWS"], ld["COLS"])
+        if desc["EPILOGUE"] & 4:
+            out = out + read(desc["BIAS_POINTER"], {"TYPE": ld["TYPE"], "ROWS": len(out), "COLS": 1, "LD": len(out)})
+        if desc["EPILOGUE"] in (1, 4):
+            write(d, ld, out)
+            return
         aux = ld | {"LD": desc["EPILOGUE_AUX_LD"]}
         if desc["EPILOGUE"] == 164:
-            out = out + read(desc["BIAS_POINTER"], {"TYPE": ld["TYPE"], "ROWS": len(out), "COLS": 1, "LD": len(out)})
             write(desc["EPILOGUE_AUX_POINTER"], aux, out)
             out = F.gelu(torch.from_numpy(out), approximate="tanh").numpy()
         else:
@@ -302,6 +308,34 @@ def test_the_search_knows_workspace_and_alignment(fake):
         aligned = {f"MIN_ALIGNMENT_{matrix}_BYTES": alignment for matrix in "ABCD"}
         assert preference == {"MAX_WORKSPACE_BYTES": 8192, "REDUCTION_SCHEME_MASK": 2} | aligned
     assert desc["EPILOGUE_AUX_POINTER"] == pre.data_ptr()
+
+
+@dtypes
+@pytest.mark.parametrize("rows, C, OC", [(1, 8, 8), (7, 16, 24)])
+def test_other_algorithms_compute_the_same_matmul(monkeypatch, rows, C, OC, dtype):
+    """All three of a linear layer, two of which lie transposed; each of as many algorithms as there are, in the library's order."""
+    library = stand_in(monkeypatch, FakeLibrary(found=3))
+    x, dout = normal(rows, C, dtype=dtype), normal(rows, OC, dtype=dtype, seed=1)
+    weight, bias = normal(OC, C, dtype=dtype, seed=2), normal(OC, dtype=dtype, seed=3)
+    for form, (out, left, right) in gpu_algorithms.forms(x, dout, weight).items():
+        added = bias if form == "forward" else None
+        calls = gpu_algorithms.Algorithms(workspace()).calls(out, left, right, added)
+        eager, exact = left @ right, left.double() @ right.double()
+        if added is not None:
+            eager, exact = eager + bias, exact + bias.double()
+        for number, call in enumerate(calls):
+            out.fill_(torch.nan)
+            call()
+            assert_as_good_as_eager(out, eager, exact, what=form)
+            assert library.matmuls[-1]["algorithm"] == 77 + number
+        assert len(calls) == 3
+    assert library.failures == []
+
+
+def test_no_algorithm_at_all_is_an_empty_list(monkeypatch):
+    stand_in(monkeypatch, FakeLibrary(found=0))
+    x = normal(8, 8, dtype=torch.float32)
+    assert gpu_algorithms.Algorithms(workspace()).calls(torch.empty_like(x), x, x) == []
 
 
 @pytest.mark.parametrize("answer", [dict(found=0), dict(found=0, status=NOT_SUPPORTED), dict(state=NOT_SUPPORTED)], ids=str)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count, cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from llmc.config import config_from_descriptor
 from llmc.data.shards import open_shard
 from llmc.graphs import Graphs
 from llmc.layers.matmul import matmul_dweight
-from scripts import gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
+from scripts import gpu_algorithms, gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
 from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
@@ -56,7 +56,7 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert section["status"] in ("ran", "skipped"), (name, section["errors"])
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
-    assert skipped - {"kernels"} == {"llmc", "attention_steps", "attention", "gelu_fusion", "fp8", "tune"}
+    assert skipped - {"kernels"} == {"llmc", "attention_steps", "attention", "gelu_fusion", "fp8", "algorithms", "tune"}
 
 
 def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):
@@ -374,6 +374,40 @@ def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_co
         where for where in found if where[1] == "dinput"
     }
     assert [where for where, same in found.items() if same is None] == [(name, "forward") for name in ("qkv", "attproj", "fc", "fcproj")]
+
+
+def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, monkeypatch):
+    """The second of two is the fastest here, in all but the first matmul, where the trainer's own is."""
+
+    class Library:
+        def __init__(self, workspace):
+            pass
+
+        def calls(self, out, left, right, bias=None):
+            return [lambda: out.copy_(left @ right + (0 if bias is None else bias))] * 2
+
+    # of each matmul and form the trainer's, then both algorithms'
+    times = chain((1.0, 3.0, 2.0), cycle((4.0, 3.0, 2.0)))
+
+    def measure(run, *calls):
+        for call in calls:
+            call()
+        return next(times), 0.0
+
+    monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
+    monkeypatch.setattr(gpu_algorithms, "available", lambda: "")
+    monkeypatch.setattr(gpu_algorithms, "measure", measure)
+    run.cuda, record = True, new_record("")
+    with torch.no_grad():
+        gpu_algorithms.algorithms(run, record)
+    assert not record["errors"] and not record["not_run"]
+    rows = record["tables"][""]
+    assert len(rows) == 2 * 5 * 3 and all(row["relative difference"] < 0.01 for row in rows)
+    assert [row["best of"] for row in rows] == ["2 of 2"] * 30 and [row["best/ms"] for row in rows] == [2.0, *[0.5] * 29]
+    layers, heads = TINY.num_layers, 2 * 8 / gpu_algorithms.head_chunk_rows(run.options(TINY, 2, 8))
+    [first, second] = record["tables"]["over a step"]
+    assert second["ms"] == 4.0 * (12 * layers + 3 * heads) and second["best ms"] == second["ms"] / 2
+    assert first["ms"] == second["ms"] - 3.0 * layers and first["best ms"] == second["best ms"] - 1.0 * layers
 
 
 def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run, monkeypatch):

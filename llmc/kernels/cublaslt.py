@@ -106,15 +106,12 @@ def available() -> str:
     return ""
 
 
-class MatmulGelu:
-    """The two fused matmuls on the current CUDA device, with their descriptors and chosen algorithms.
+class CublasLt:
+    """The library on the current CUDA device: descriptors, and the algorithms it thinks of for a matmul.
 
     workspace  (n_bytes,) uint8, on the device; scratch of the calls, so they belong on one stream at a time. NVIDIA's advice is 32 MiB
                on Hopper and 4 MiB before it; an algorithm that needs more than there is will not be chosen.
     tf32       whether fp32 operands may be rounded to TF32 (10 bits of mantissa); bf16 ones ignore it
-
-    The first call with a shape, type and alignment asks the library for its best algorithm. Every later one sets two pointers and
-    launches on torch.cuda.current_stream(): no allocation and no synchronization, so a CUDA graph may capture it after one such call.
     """
 
     def __init__(self, workspace, *, tf32: bool = False):
@@ -123,9 +120,78 @@ class MatmulGelu:
         if why_not:
             raise RuntimeError(why_not)
         self._library = _library()
-        self._workspace, self._tf32, self._plans = workspace, tf32, {}
+        self._workspace, self._tf32 = workspace, tf32
         self._handle = self._create("cublasLtCreate")
         self._one, self._zero = c_float(1.0), c_float(0.0)
+
+    def _desc(self, dtype, **values):
+        """Of a matmul of that type, with these of DESC's attributes."""
+        fast = self._tf32 and dtype == torch.float32
+        desc = self._create("cublasLtMatmulDescCreate", COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F, DATA_TYPES[torch.float32])
+        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
+        return desc
+
+    def _find(self, desc, a, b, d, alignments, wanted) -> list[HeuristicResult]:
+        """Algorithms within the workspace for matrices of these layouts, at addresses so aligned: what the library thinks fastest first."""
+        align_a, align_b, align_d = alignments
+        wishes = {
+            "MAX_WORKSPACE_BYTES": self._workspace.numel(),
+            # unsplit, or split with partial sums in fp32: as allow_bf16_reduced_precision_reduction = False asks of torch's matmuls
+            "REDUCTION_SCHEME_MASK": REDUCTION_SCHEME_COMPUTE_TYPE,
+            "MIN_ALIGNMENT_A_BYTES": align_a,
+            "MIN_ALIGNMENT_B_BYTES": align_b,
+            "MIN_ALIGNMENT_C_BYTES": align_d,
+            "MIN_ALIGNMENT_D_BYTES": align_d,
+        }
+        preference, results, found = self._create("cublasLtMatmulPreferenceCreate"), (HeuristicResult * wanted)(), c_int(0)
+        try:
+            self._set("cublasLtMatmulPreferenceSetAttribute", preference, PREFERENCE, wishes)
+            arguments = (self._handle, desc, a, b, d, d, preference, wanted, results, byref(found))
+            status = self._call("cublasLtMatmulAlgoGetHeuristic", *arguments, unless=STATUS_NOT_SUPPORTED)
+        finally:
+            self._call("cublasLtMatmulPreferenceDestroy", preference)
+        return [] if status else [result for result in results[: found.value] if result.state == 0]
+
+    def _layout(self, dtype, rows, columns):
+        """Of a column-major matrix without gaps."""
+        return self._create("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], rows, columns, rows)
+
+    def _launch(self, plan, a, b, d):
+        """d = op(a) op(b), as the plan's descriptor has it."""
+        self._call(
+            "cublasLtMatmul", self._handle, plan.desc, byref(self._one), a.data_ptr(), plan.a, b.data_ptr(), plan.b,
+            byref(self._zero), d.data_ptr(), plan.d, d.data_ptr(), plan.d,  # C is not read, its factor being 0
+            byref(plan.result), self._workspace.data_ptr(), self._workspace.numel(), _stream(d.device),
+        )  # fmt: skip
+
+    def _create(self, function, *arguments):
+        made = c_void_p()
+        self._call(function, byref(made), *arguments)
+        return made
+
+    def _set(self, function, descriptor, attributes, values):
+        for name, value in values.items():
+            number, kind = attributes[name]
+            self._call(function, descriptor, number, byref(kind(value)), ctypes.sizeof(kind))
+
+    def _call(self, function, *arguments, unless=0):
+        """Its status, which is 0 or `unless`; RuntimeError for any other."""
+        status = getattr(self._library, function)(*arguments)
+        if status not in (0, unless):
+            raise RuntimeError(f"{function} failed: {self._library.cublasLtGetStatusName(status).decode()}")
+        return status
+
+
+class MatmulGelu(CublasLt):
+    """The two fused matmuls, with their descriptors and chosen algorithms; its arguments are CublasLt's.
+
+    The first call with a shape, type and alignment asks the library for its best algorithm. Every later one sets two pointers and
+    launches on torch.cuda.current_stream(): no allocation and no synchronization, so a CUDA graph may capture it after one such call.
+    """
+
+    def __init__(self, workspace, *, tf32: bool = False):
+        super().__init__(workspace, tf32=tf32)
+        self._plans = {}
 
     def forward(self, gelu_out, pre, inp, weight, bias):
         """pre = inp @ weight.T + bias; gelu_out = GELU(pre), tanh approximation.
@@ -174,22 +240,11 @@ class MatmulGelu:
         key = (epilogue, m, n, k, dtype, alignments)
         plan = self._plans.get(key)
         if plan is None:
-            desc = self._desc(epilogue, trans_a, m, dtype)
+            desc = self._desc(dtype, TRANSA=trans_a, TRANSB=OP_N, EPILOGUE=epilogue, EPILOGUE_AUX_LD=m)
             self._set_pointers(desc, aux, bias)
-            plan = self._plans[key] = self._plan(desc, trans_a, m, n, k, dtype, alignments)
+            plan = self._plans[key] = self._plan(desc, trans_a, m, n, k, dtype, alignments[:3])
         self._set_pointers(plan.desc, aux, bias)
-        self._call(
-            "cublasLtMatmul", self._handle, plan.desc, byref(self._one), a.data_ptr(), plan.a, b.data_ptr(), plan.b,
-            byref(self._zero), d.data_ptr(), plan.d, d.data_ptr(), plan.d,  # C is not read, its factor being 0
-            byref(plan.result), self._workspace.data_ptr(), self._workspace.numel(), _stream(d.device),
-        )  # fmt: skip
-
-    def _desc(self, epilogue, trans_a, m, dtype):
-        fast = self._tf32 and dtype == torch.float32
-        desc = self._create("cublasLtMatmulDescCreate", COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F, DATA_TYPES[torch.float32])
-        values = {"TRANSA": trans_a, "TRANSB": OP_N, "EPILOGUE": epilogue, "EPILOGUE_AUX_LD": m}
-        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
-        return desc
+        self._launch(plan, a, b, d)
 
     def _set_pointers(self, desc, aux, bias):
         values = {"EPILOGUE_AUX_POINTER": aux.data_ptr()} | ({} if bias is None else {"BIAS_POINTER": bias.data_ptr()})
@@ -197,52 +252,15 @@ class MatmulGelu:
 
     def _plan(self, desc, trans_a, m, n, k, dtype, alignments):
         """Layouts, and the algorithm the library thinks fastest within the workspace."""
-        a_rows, a_columns = (k, m) if trans_a == OP_T else (m, k)
-        a, b, d = (
-            self._create("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], rows, columns, rows)
-            for rows, columns in ((a_rows, a_columns), (k, n), (m, n))
-        )
-        align_a, align_b, align_d = alignments[:3]
-        wishes = {
-            "MAX_WORKSPACE_BYTES": self._workspace.numel(),
-            # unsplit, or split with partial sums in fp32: as allow_bf16_reduced_precision_reduction = False asks of torch's matmuls
-            "REDUCTION_SCHEME_MASK": REDUCTION_SCHEME_COMPUTE_TYPE,
-            "MIN_ALIGNMENT_A_BYTES": align_a,
-            "MIN_ALIGNMENT_B_BYTES": align_b,
-            "MIN_ALIGNMENT_C_BYTES": align_d,
-            "MIN_ALIGNMENT_D_BYTES": align_d,
-        }
-        preference = self._create("cublasLtMatmulPreferenceCreate")
-        try:
-            self._set("cublasLtMatmulPreferenceSetAttribute", preference, PREFERENCE, wishes)
-            result, found = HeuristicResult(), c_int(0)
-            arguments = (self._handle, desc, a, b, d, d, preference, 1, byref(result), byref(found))
-            status = self._call("cublasLtMatmulAlgoGetHeuristic", *arguments, unless=STATUS_NOT_SUPPORTED)
-        finally:
-            self._call("cublasLtMatmulPreferenceDestroy", preference)
-        if status or found.value == 0 or result.state:
+        shapes = ((k, m) if trans_a == OP_T else (m, k), (k, n), (m, n))
+        layouts = [self._layout(dtype, *shape) for shape in shapes]
+        found = self._find(desc, *layouts, alignments, 1)
+        if not found:
             raise NoAlgorithm(
                 f"cuBLASLt {self._library.cublasLtGetVersion()} has no algorithm on this card for a matmul with GELU in it, "
                 f"m {m}, n {n}, k {k}, {dtype}, within a workspace of {self._workspace.numel()} bytes; use -ge 0"
             )
-        return Plan(desc, a, b, d, result)
-
-    def _create(self, function, *arguments):
-        made = c_void_p()
-        self._call(function, byref(made), *arguments)
-        return made
-
-    def _set(self, function, descriptor, attributes, values):
-        for name, value in values.items():
-            number, kind = attributes[name]
-            self._call(function, descriptor, number, byref(kind(value)), ctypes.sizeof(kind))
-
-    def _call(self, function, *arguments, unless=0):
-        """Its status, which is 0 or `unless`; RuntimeError for any other."""
-        status = getattr(self._library, function)(*arguments)
-        if status not in (0, unless):
-            raise RuntimeError(f"{function} failed: {self._library.cublasLtGetStatusName(status).decode()}")
-        return status
+        return Plan(desc, *layouts, found[0])
 
 
 def _check(name, tensor, *, dtype, shape, alignment):

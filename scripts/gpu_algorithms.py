@@ -1,0 +1,108 @@
+"""Section of gpu_check.py: whether cuBLASLt has faster algorithms for a model's matmuls than the one it thinks fastest."""
+
+from functools import partial
+
+import torch
+
+from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan, available
+from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
+from llmc.memory.rooms import head_chunk_rows
+from llmc.memory.tuning import MATMUL_WORKSPACE
+from scripts.gpu_common import Skip, attempt, measure, table, while_time
+
+WANTED = 16  # algorithms of each matmul
+SEQUENCES = 16  # at most, of a batch
+EPILOGUE_BIAS = 4  # cublasLt.h
+
+
+class Algorithms(CublasLt):
+    """A matmul by each of the algorithms that the library thinks of."""
+
+    def calls(self, out, left, right, bias=None) -> list:
+        """Functions that compute out (M, N) = left (M, K) @ right (K, N) + bias (N,), the library's first choice first.
+
+        All of one type. out lies without gaps, and so do the others or their transposes.
+        """
+        # column-major, as the library is, each is its own transpose: out.T = right.T @ left.T
+        (a, trans_a), (b, trans_b) = _as_it_lies(right), _as_it_lies(left)
+        values = {"TRANSA": trans_a, "TRANSB": trans_b}
+        if bias is not None:
+            values |= {"EPILOGUE": EPILOGUE_BIAS, "BIAS_POINTER": bias.data_ptr()}
+        desc = self._desc(out.dtype, **values)
+        layouts = [self._layout(t.dtype, *reversed(t.shape)) for t in (a, b, out)]
+        found = self._find(desc, *layouts, (256, 256, 256), WANTED)
+        return [partial(self._launch, Plan(desc, *layouts, result), a, b, out) for result in found]
+
+
+def _as_it_lies(matrix):
+    """The matrix, or its transpose, without gaps; and whether the library is to transpose it."""
+    return (matrix, OP_N) if matrix.is_contiguous() else (matrix.t(), OP_T)
+
+
+def forms(x, dout, weight) -> dict:
+    """Form of a matmul -> (result, left, right)."""
+    return {
+        "forward": (torch.empty_like(dout), x, weight.t()), "dinput": (torch.empty_like(x), dout, weight),
+        "dweight": (torch.empty_like(weight), dout.t(), x),
+    }  # fmt: skip
+
+
+def as_trained(form, out, x, dout, weight, bias):
+    """The trainer's call of that form."""
+    return {
+        "forward": partial(matmul_forward, out, x, weight, bias), "dinput": partial(matmul_dinput, out, dout, weight),
+        "dweight": partial(matmul_dweight, out, dout, x, accumulate=False),
+    }[form]  # fmt: skip
+
+
+def algorithms(run, record):
+    if not run.cuda:
+        raise Skip("algorithms are cuBLASLt's, and there is no CUDA device")
+    if available():
+        raise Skip(available())
+    s = run.sizes
+    for name, config, batches in ((f"d{s.config.num_layers}", s.config, (s.B,)), s.larger[-1]):
+        rows, B = [], min(batches[0], SEQUENCES)
+        for matmul in while_time(run, record, shapes(run, config, B, s.T), 5, name=lambda m: f"{name} {m[0]}"):
+            rows += measure_matmul(run, record, name, *matmul)
+        if len(rows) == 3 * len(shapes(run, config, B, s.T)):
+            table(record, "over a step").append(step_sums(name, B, rows))
+    record["notes"].append(f"best: of at most {WANTED} algorithms, in the order of cuBLASLt's own estimate; forward with its bias")
+
+
+def shapes(run, config, B, T) -> list[tuple]:
+    """(matmul, rows, inner, outer, how often a step has it)."""
+    C, L, n = config.channels, config.num_layers, B * T
+    R = head_chunk_rows(run.options(config, B, T))
+    layer = {"qkv": (C, 3 * C), "attproj": (C, C), "fc": (C, 4 * C), "fcproj": (4 * C, C)}
+    return [(matmul, n, *sizes, L) for matmul, sizes in layer.items()] + [("head", R, C, config.padded_vocab_size, n / R)]
+
+
+def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[dict]:
+    """A row for each form: the trainer's call, and every algorithm."""
+    library = Algorithms(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
+    sets = [(run.random(n, inner), run.random(n, outer), run.random(outer, inner)) for _ in range(2)]
+    bias, rows = None if matmul == "head" else run.random(outer), []
+    for form in ("forward", "dinput", "dweight"):
+        with attempt(record, f"{model} {matmul} {form}"):
+            products = [forms(*s)[form] for s in sets]
+            usual = [as_trained(form, product[0], *s, bias) for product, s in zip(products, sets)]
+            ms, spread = measure(run, *usual)
+            usual[0]()
+            wanted = products[0][0].float()
+            added = bias if form == "forward" else None
+            each = [measure(run, *pair)[0] for pair in zip(*(library.calls(*product, added) for product in products))]
+            library.calls(*products[0], added)[each.index(min(each))]()
+            off = ((products[0][0].float() - wanted).norm() / wanted.norm()).item()
+            row = {"model": model, "matmul": matmul, "which": form, "rows, in, out": f"{n}, {inner}, {outer}", "ms": ms, "spread": spread}
+            row |= {"of matmul": run.share(2 * n * inner * outer / ms / 1e9, "bf16"), "first ms": each[0], "best ms": min(each)}
+            row |= {"best of": f"{each.index(min(each)) + 1} of {len(each)}", "best/ms": min(each) / ms, "relative difference": off}
+            rows.append(row | {"times": times})
+            table(record, "").append(row)
+    return rows
+
+
+def step_sums(model, B, rows) -> dict:
+    """Over all matmuls of a step of B sequences; an algorithm is taken only where it is faster."""
+    usual, best = (sum(row["times"] * time(row) for row in rows) for time in (lambda r: r["ms"], lambda r: min(r["ms"], r["best ms"])))
+    return {"model": f"{model} -b {B}", "ms": usual, "best ms": best, "best/ms": best / usual}
