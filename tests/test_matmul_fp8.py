@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
-from test_kernels import BF16, DEVICE, FP32, TRITON, build, distance, poison
+from test_kernels import BF16, DEVICE, FP32, TRITON, build, distance, poison, prepared_device  # noqa: F401
 from test_layers import noise, unwritten
 from test_plan import D48, ODD
 from whole_steps import raw
 
-from llmc.backend import open_backend
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import parse
@@ -35,16 +34,6 @@ pytestmark = [
     pytest.mark.skipif(not has_fp8, reason="this card does not multiply FP8"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter is numpy, which tells of every infinity
 ]
-
-
-@pytest.fixture(autouse=True)
-def prepared_device():
-    """As in test_kernels.py."""
-    threads = torch.get_num_threads()
-    open_backend(DEVICE, 1, False)
-    yield
-    torch.set_grad_enabled(True)
-    torch.set_num_threads(threads)
 
 
 def made(kernels, x, rows=True, columns=True):
@@ -197,33 +186,30 @@ def build_sized(kernels="", config=SIZED, **forms):
     return build(kernels or ("triton" if DEVICE == "cuda" else "torch"), "bf16", config, B=B, T=T, **forms)
 
 
-def gradients_of(model, step=0, micro_steps=2):
+def gradients_of(model, micro_steps=2):
     """Losses and gradients of some micro-steps; before them every activation is NaN."""
     poison(model)
-    batches = np.random.default_rng(step).integers(0, SIZED.vocab_size, (micro_steps, 2, B, T))
+    batches = np.random.default_rng(0).integers(0, SIZED.vocab_size, (micro_steps, 2, B, T))
     for micro_step, (inputs, targets) in enumerate(batches):
         model.train(inputs, targets, micro_steps, micro_step)
     return model.mean_loss(micro_steps), {name: g.clone() for name, g in model.grads.items()}
 
 
-def two_steps(model):
-    """All that these leave, as bits."""
-    seen = []
-    for step in range(2):
-        loss, gradients = gradients_of(model, step)
-        norm = model.grad_norm()
-        assert norm.isfinite()
-        seen += [loss, norm.item(), *map(raw, gradients.values())]
-        model.update(1e-2, 0.1, step + 1, norm)
-    return seen + [raw(arena) for arena in model.flat.values()]
+def one_step(model):
+    """All that it leaves, as bits."""
+    loss, gradients = gradients_of(model)
+    norm = model.grad_norm()
+    assert norm.isfinite()
+    model.update(1e-2, 0.1, 1, norm)
+    return [loss, norm.item(), *map(raw, gradients.values()), *map(raw, model.flat.values())]
 
 
 def test_every_recompute_level_gives_the_same_bits():
     """Of losses, gradients of two micro-steps, weights and moments; and the same where no two activations share a byte."""
-    baseline = two_steps(build_sized(matmul="fp8", recompute=0))
+    baseline = one_step(build_sized(matmul="fp8", recompute=0))
     for level in list(NOT_KEPT)[1:]:
-        assert two_steps(build_sized(matmul="fp8", recompute=level)) == baseline, f"-r {level}"
-    assert two_steps(build_sized(matmul="fp8", recompute=6, own_bytes=True)) == baseline
+        assert one_step(build_sized(matmul="fp8", recompute=level)) == baseline, f"-r {level}"
+    assert one_step(build_sized(matmul="fp8", recompute=6, own_bytes=True)) == baseline
 
 
 @kernels
@@ -231,7 +217,7 @@ def test_gradients_are_bf16_s_but_for_what_eight_bits_cost(kernels, monkeypatch)
     """Of all sixteen tensors. Measured: 0.018 to 0.12, and the loss 0.002."""
     little_to_interpret(monkeypatch)
     shallow = replace(SIZED, num_layers=1)
-    (loss, ours), (wanted_loss, wanted) = (gradients_of(build_sized(kernels, shallow, matmul=m), 0, 1) for m in ("fp8", "native"))
+    (loss, ours), (wanted_loss, wanted) = (gradients_of(build_sized(kernels, shallow, matmul=m), 1) for m in ("fp8", "native"))
     distances = {name: distance(g, wanted[name]) for name, g in ours.items()}
     assert max(distances.values()) < 0.15 and abs(loss / wanted_loss - 1) < 5e-3, distances
     assert min(distances.values()) > 1e-3  # it was FP8 that ran
