@@ -122,6 +122,7 @@ SECTIONS = (
     Section("attention", "Attention", gpu_kernels.attention, 8),
     Section("gelu_fusion", "GELU inside the matmul", gpu_kernels.gelu_fusion, 5),
     Section("fp8", "FP8 matmuls against bf16", gpu_fp8.fp8, 10),
+    Section("fp8_curve", "What FP8 costs in loss", gpu_fp8.fp8_curve, 60),
     Section("algorithms", "Matrix products by other algorithms", gpu_algorithms.algorithms, 10),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
     Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),

@@ -1,7 +1,11 @@
-"""Section of gpu_check.py: what a step gains from FP8 in the matmuls of its layers, the making of their operands included."""
+"""Sections of gpu_check.py: what a step gains from FP8 in the matmuls of its layers, the making of their operands included, and what that
+costs in loss."""
 
+import sysconfig
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from llmc.kernels import fp8_matmuls
@@ -9,11 +13,17 @@ from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
+from llmc.rand import XorShift
 from llmc.request import FP8_CAPABILITY
-from scripts.gpu_common import BF16, D24, D48, FP32, Skip, attempt, measure, table, while_time
+from scripts.gpu_common import BF16, D24, D48, FP32, Skip, attempt, free_memory, measure, table, while_time
+from scripts.gpu_steps import random_model, why_no_fp8
+from scripts.prepare_stdlib import source_files
 
 MODELS = (("d24", D24, 16, 1024), ("d48", D48, 16, 1024))  # name, config, B, T
 FORMS = ("forward", "dinput", "dweight")
+# learning curves: --matmul and seed of the rounding of each, steps, rows of a batch at most, batches of validation, steps of warm-up, rate
+RUNS = (("native", 0), ("fp8", 0), ("native", 1), ("fp8", 1), ("native", 2))
+STEPS, ROWS, VALIDATION, WARMUP, RATE = 200, 16, 8, 20, 3e-4
 # bytes per element: bf16 read for the largest and again for the cast, FP8 written in one layout or two
 ONE_LAYOUT, TWO_LAYOUTS = 5, 6
 
@@ -139,3 +149,62 @@ def sentence(row) -> str:
     if row["gain at best ms"] is not None:
         text += f"; with operands made at the rate of a copy it {gains(row['gain at best ms'])}"
     return text + (f", of {row['step ms']:.1f} ms" if row.get("step ms") else "")
+
+
+# ----------------------------------------------------------------------------
+# learning
+
+
+def fp8_curve(run, record):
+    if why := why_no_fp8(run):
+        raise Skip(f"--matmul fp8: {why}")
+    name, config, batches = run.sizes.larger[0]
+    compare_curves(run, record, name, config, min(batches[0], ROWS), run.sizes.T, STEPS)
+
+
+def compare_curves(run, record, name, config, B, T, steps):
+    """The same model on the same text, in bf16 and in FP8, with several seeds of its stochastic rounding: that alone moves a loss."""
+    text = bytes_of_text((steps + VALIDATION) * B * T + 1).astype(np.int64) % config.vocab_size
+    batches = [(text[at : at + B * T].reshape(B, T), text[at + 1 : at + 1 + B * T].reshape(B, T)) for at in range(0, len(text) - 1, B * T)]
+    for matmul, seed in while_time(run, record, RUNS, 30, name=lambda r: f"{name}, --matmul {r[0]}, seed {r[1]}"):
+        with attempt(record, f"{name}, --matmul {matmul}, seed {seed}"):
+            losses, validation = learn(random_model(run, config, B, T, matmul=matmul), batches, steps, seed)
+            row = {"model": f"{name} -b {B}", "matmuls": {"native": "bf16"}.get(matmul, matmul), "seed": seed}
+            row |= {f"loss, step {step}": losses[step - 1] for step in (steps // 4, steps // 2)}
+            row |= {"loss, last tenth": float(np.mean(losses[-max(1, steps // 10) :])), "validation loss": validation}
+            table(record, "").append(row)
+        if run.cuda:
+            free_memory()
+    record["notes"] += [f"{steps} steps of {B * T} bytes of Python's standard library", verdict(table(record, ""))]
+
+
+def bytes_of_text(n):
+    """The first n bytes, uint8, of the sources that scripts/prepare_stdlib.py takes, one after the other, and again if there are fewer."""
+    found = b""
+    for path in source_files(Path(sysconfig.get_path("stdlib"))):
+        found += path.read_bytes()
+        if len(found) >= n:
+            break
+    return np.resize(np.frombuffer(found, np.uint8), n)
+
+
+def learn(model, batches, steps, seed) -> tuple[list[float], float]:
+    """(losses of the steps, mean loss of the batches after them)."""
+    model.rng = XorShift(seed + 1)
+    model.rng_state_last_update = model.rng.state
+    losses = []
+    for step, (inputs, targets) in enumerate(batches[:steps]):
+        model.train(inputs, targets)
+        norm = model.grad_norm()
+        losses.append(model.mean_loss())
+        model.update(RATE * min(1, (step + 1) / WARMUP), 0.1, step + 1, norm)
+    return losses, float(np.mean([model.validate(*batch) for batch in batches[steps:]]))
+
+
+def verdict(rows) -> str:
+    """Whether FP8's validation losses lie where bf16's do."""
+    bf16, eight = ([row["validation loss"] for row in rows if row["matmuls"] == matmuls] for matmuls in ("bf16", "fp8"))
+    if len(bf16) < 2 or not eight:
+        return "too few runs to say whether FP8's losses lie within the spread of bf16's"
+    off, spread = float(np.mean(eight) - np.mean(bf16)), max(bf16) - min(bf16)
+    return f"validation loss of FP8 is {off:+.4f} off bf16's, which lies within {spread:.4f} of itself"

@@ -168,11 +168,9 @@ def why_no_graphs(run, options) -> str:
     return "" if check_graphs(parse([]), options) else "graphs need the device's own kernels, and no --offload-residual"
 
 
-def our_step(run, config, B, T, graphs=True, **forms):
-    """(a step as the program takes it, its plan). Weights are random, and the same for every form of them.
-
-    The first step runs as it comes, the second is captured, and from then on graphs are replayed; never so if not `graphs`.
-    """
+def random_model(run, config, B, T, graphs=True, **forms) -> GPT2:
+    """A model as the program builds it, with graphs where they go with its options, unless not `graphs`. Weights are random, and the same
+    for every form of them."""
     plan = Plan(run.options(config, B, T, **forms))
     with_graphs = graphs and not why_no_graphs(run, plan.options)
     model = GPT2(plan, run.backend.device, graphs=graphs_on(run.backend.kind) if with_graphs else None)
@@ -182,6 +180,15 @@ def our_step(run, config, B, T, graphs=True, **forms):
         if p.init in ("ones", "zeros"):
             model.params[p.name].fill_(float(p.init == "ones"))
     model.copy_weights_to_master()
+    return model
+
+
+def our_step(run, config, B, T, graphs=True, **forms):
+    """(a step as the program takes it, its plan).
+
+    The first step runs as it comes, the second is captured, and from then on graphs are replayed; never so if not `graphs`.
+    """
+    model = random_model(run, config, B, T, graphs, **forms)
     inputs, targets = random_tokens(config, B, T)
     order, number = token_order(inputs), count(1)  # the loader sorts ahead of time
 

@@ -56,7 +56,7 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert section["status"] in ("ran", "skipped"), (name, section["errors"])
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
-    assert skipped - {"kernels"} == {"llmc", "attention_steps", "attention", "gelu_fusion", "fp8", "algorithms", "tune"}
+    assert skipped - {"kernels"} == {"llmc", "attention_steps", "attention", "gelu_fusion", "fp8", "fp8_curve", "algorithms", "tune"}
 
 
 def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):
@@ -551,6 +551,26 @@ def test_what_fp8_is_said_to_gain():
         "a step gains 8.0 ms; with operands made at the rate of a copy it gains 14.0 ms, of 40.0 ms"
     )
     assert "copy" not in gpu_fp8.sentence(gpu_fp8.step_sums("d48", 2, rows, None))
+
+
+def test_curves_in_bf16_and_fp8_are_compared(run):
+    """Each a run of its own seed on one text. After so few steps all are near each other, and no two the same."""
+    run.kernels, record = "torch", new_record("")
+    run.has = lambda seconds: True
+    with torch.no_grad():
+        gpu_fp8.compare_curves(run, record, "tiny", TINY, 2, 8, 12)
+    assert not record["errors"] and not record["not_run"]
+    rows = record["tables"][""]
+    assert [(row["matmuls"], row["seed"]) for row in rows] == [("bf16", 0), ("fp8", 0), ("bf16", 1), ("fp8", 1), ("bf16", 2)]
+    losses = [row["validation loss"] for row in rows]
+    assert len(set(losses)) == 5 and max(losses) - min(losses) < 0.05 and all(row["loss, step 3"] > row["validation loss"] for row in rows)
+    assert "12 steps of 16 bytes" in record["notes"][0] and "off bf16's" in record["notes"][1]
+
+
+def test_what_curves_are_said_to_show():
+    rows = [{"matmuls": m, "validation loss": loss} for m, loss in (("bf16", 1.0), ("fp8", 1.25), ("bf16", 1.5))]
+    assert gpu_fp8.verdict(rows) == "validation loss of FP8 is +0.0000 off bf16's, which lies within 0.5000 of itself"
+    assert gpu_fp8.verdict(rows[:2]).startswith("too few runs")
 
 
 # ---- goals
