@@ -1,5 +1,6 @@
 """Shared fixtures: the golden case A, written anew, and small helpers every test file may use."""
 
+import gc
 import os
 import signal
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,13 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no reference material at {SHARED}")
     return SHARED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect():
+    """What is there before a file's tests stays: half a million objects of libraries and compilers, which no collection looks at again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
