@@ -66,6 +66,11 @@ def pytest_configure():
         pytest.exit("Triton before 3.7 interprets kernels with numpy before 2.4 only: python -m pip install 'numpy<2.4'", returncode=2)
 
 
+def pytest_unconfigure():
+    """What little_to_collect froze is let go: libraries complain of what they find left at Python's end."""
+    gc.unfreeze()
+
+
 def interprets_no_kernels() -> bool:
     try:
         triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
