@@ -3,6 +3,7 @@
 On a CPU products are torch's own, exact but slow, so all is small there.
 """
 
+import inspect
 import re
 from dataclasses import replace
 from math import inf, nan
@@ -20,7 +21,7 @@ from whole_steps import raw
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import parse
-from llmc.kernels import fp8_matmuls, fp8_operand_of
+from llmc.kernels import fp8_matmuls, fp8_operand_of, matmul_operations
 from llmc.layers import matmul
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.ladder import NOT_KEPT
@@ -269,3 +270,12 @@ def test_a_plan_for_a_card_without_it_is_refused():
         plan_text(parse("--plan -e d48 --matmul fp8 --memory-budget l40s".split()))
     table = plan_text(parse("--plan -e d48 -b 32 -t 1024 --matmul fp8 --memory-budget h200".split()))
     assert "matmuls of layers in FP8" in table
+
+
+def test_its_matmuls_have_the_names_and_arguments_of_torch_s():
+    """And one more, before a pair of them in backward."""
+    ours = fp8_matmuls("torch")
+    for name, theirs in matmul_operations("native", "torch").items():
+        parameters = list(inspect.signature(ours[name]).parameters)
+        assert parameters == [*inspect.signature(theirs).parameters, "fp8_operand"]
+    assert set(ours) - set(matmul_operations("native", "torch")) == {"matmul_dout"}

@@ -148,8 +148,9 @@ def test_gradients_losses_and_logits_are_as_good_as_eager_torch_s(ranks, config,
 @pytest.mark.parametrize("form", [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "forms": {"matmul": "fp8"}}],
                          ids=["fp32", "bf16", "fp8"])  # fmt: skip
 def test_every_recompute_level_gives_the_same_bits_and_none_counts_on_what_was_gathered_before(ranks, form):
-    base = case(2, 2, **form, steps=2)
-    others = [case(2, 2, **form, steps=2, level=level, poisoned=True) for level in range(7)]
+    """With FP8, which a CPU multiplies slowly, at levels where other matmuls run between the two of fcproj's backward."""
+    base, levels = case(2, 2, **form, steps=2), (3, 6) if "forms" in form else range(7)
+    others = [case(2, 2, **form, steps=2, level=level, poisoned=True) for level in levels]
     others += [case(2, 2, **form, steps=2, level=level, keep=True, poisoned=True) for level in (0, 1)]
     first, *rest = ranks.run(base, *others)
     want = everything(base, first)
