@@ -64,7 +64,7 @@ class GPT2:
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
-        # where matmuls pack their factors, widen bf16 ones or make FP8 of them: all, weight gradients, and the head's, which are never FP8
+        # where matmuls pack their factors, widen bf16 ones, or make FP8 of them, which the head's never do
         self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened"), "fp8": self.acts}[o.matmul]
         self.dweight_room = self.acts.get("widened", self.matmul_room)
         self.head_room, self.fcproj_room = self.matmul_room, None

@@ -164,7 +164,7 @@ def main():
                         f"sm{capability} {module + '.' + name:28} {resources(compiled.asm['cubin'])}  {warps} warps, {dtypes}, {constants}"
                     )
         cards = ", ".join(f"sm{c}" for c in args.capability)
-        print(f"C={channels}: {len(launches)} kernels for each of {cards}, of FP8 from sm90 on")
+        print(f"C={channels}: {len(launches)} kernels for each of {cards}, FP8's from sm90 on")
     print(f"{count} compilations")
 
 

@@ -14,10 +14,9 @@ from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.rand import XorShift
-from llmc.request import FP8_CAPABILITY
 from scripts.gpu_common import BF16, D24, D48, FP32, Skip, attempt, free_memory, measure, table, while_time
 from scripts.gpu_steps import random_model, why_no_fp8
-from scripts.prepare_stdlib import source_files
+from scripts.stdlib_sources import source_files
 
 MODELS = (("d24", D24, 16, 1024), ("d48", D48, 16, 1024))  # name, config, B, T
 FORMS = ("forward", "dinput", "dweight")
@@ -29,17 +28,14 @@ ONE_LAYOUT, TWO_LAYOUTS = 5, 6
 
 
 def fp8(run, record):
-    if not run.cuda:
-        raise Skip("FP8 matmuls are measured on a GPU, and there is no CUDA device")
-    capability = run.backend.capability()
-    if capability < FP8_CAPABILITY:
-        raise Skip(f"--matmul fp8 needs compute capability 9.0, and this card has {capability[0]}.{capability[1]}")
+    if why := why_no_fp8(run):
+        raise Skip(f"--matmul fp8: {why}")
     for name, config, B, T in while_time(run, record, MODELS, 8, name=lambda model: model[0]):
         measure_model(run, record, name, config, B, T)
     record["notes"] += [
         "e4m3, one scale per tensor, bf16 out; sums of forward are the fast ones, in backward they are promoted to fp32 on the way",
-        f"with operands: as --matmul fp8 runs them, by {run.kernels}'s code. At best: {ONE_LAYOUT} bytes an element of an operand in one "
-        f"layout and {TWO_LAYOUTS} in two, at the rate of a copy",
+        f"with operands: as --matmul fp8 runs them. At best: {ONE_LAYOUT} bytes an element of an operand in one layout and {TWO_LAYOUTS} "
+        "in two, at the rate of a copy. Step: of as many tokens, in bf16, from the larger batch that was measured",
     ]
 
 
@@ -50,9 +46,8 @@ def products(C) -> dict:
 
 def operand_bytes(C, n) -> int:
     """What making the operands of a block's matmuls moves: input and weight for forward and again for backward, and dout."""
-    return sum(
-        2 * ONE_LAYOUT * (n * inner + inner * outer) + TWO_LAYOUTS * n * outer for inner, outer in products(C).values()
-    )  # fmt: skip
+    sizes = products(C).values()
+    return sum(2 * ONE_LAYOUT * (n * inner + inner * outer) + TWO_LAYOUTS * n * outer for inner, outer in sizes)
 
 
 def factors(form, x, dout, weight):
@@ -207,4 +202,4 @@ def verdict(rows) -> str:
     if len(bf16) < 2 or not eight:
         return "too few runs to say whether FP8's losses lie within the spread of bf16's"
     off, spread = float(np.mean(eight) - np.mean(bf16)), max(bf16) - min(bf16)
-    return f"validation loss of FP8 is {off:+.4f} off bf16's, which lies within {spread:.4f} of itself"
+    return f"validation loss: FP8's mean is bf16's {off:+.4f}; bf16's seeds differ by up to {spread:.4f}"

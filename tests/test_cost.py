@@ -269,6 +269,22 @@ def test_fp8_moves_its_operands_too():
     C, n = 1600, 4096
     inputs, gradients, weights = 7 * n * C, 9 * n * C, 12 * C * C
     more = 2 * 4 * (inputs + weights) + 6 * gradients - 2 * n * C
-    fp8 = step_cost(replace(o, matmul="fp8"))
-    assert fp8.bytes - step_cost(o).bytes == 48 * more and fp8.flops == step_cost(o).flops
-    assert peak_flops(replace(o, matmul="fp8"), parse_budget("h200")) == 2 * peak_flops(o, parse_budget("h200"))
+    o8 = replace(o, matmul="fp8")
+    assert step_cost(o8).bytes - step_cost(o).bytes == 48 * more and step_cost(o8).flops == step_cost(o).flops
+    # later micro-steps write and read a sum in fp32
+    assert step_cost(o8, 3).bytes - step_cost(o, 3).bytes == 48 * (3 * more + 2 * 8 * weights)
+    # of two parts each has half the weights, and of what lies between matmuls half the columns; ln1, ln2 and dresidual are of all rows
+    C = 26 * 64  # heads that two parts share out
+    halves = replace(o, config=replace(o.config, num_heads=26, channels=C))
+    parts = 2 * 4 * ((1 + 1 + 1 / 2 + 4 / 2) * n * C + 12 * C * C / 2) + 6 * (3 / 2 + 1 + 4 / 2 + 1) * n * C - 2 * n * C
+    cost = {matmul: step_cost(replace(halves, matmul=matmul, tensor_parallel=2)).bytes for matmul in ("fp8", "native")}
+    assert cost["fp8"] - cost["native"] == 48 * parts
+
+
+def test_fp8_doubles_the_peak_of_what_it_multiplies():
+    """Of a step with no head and no attention to speak of it would be twice bf16's."""
+    o = PlanOptions(config_from_descriptor("d48"), 4, 1024, device="cuda")
+    bf16, fp8 = (peak_flops(replace(o, matmul=matmul), parse_budget("h200")) for matmul in ("native", "fp8"))
+    layers = 6 * 12 * 1600 * 1600 * 48 * 4096
+    share = layers / step_cost(o).flops
+    assert bf16 == 989.4e12 and fp8 == pytest.approx(bf16 / (share / 2 + 1 - share)) and 0.85 < share < 0.95

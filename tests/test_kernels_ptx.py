@@ -37,7 +37,7 @@ def test_every_kernel_compiles_for_every_card_and_spills_nothing(cache, channels
     A tile of whole rows is 1024 and 2048 columns wide with these channels, and 1600 fills neither it nor blocks of 256."""
     out = run(cache, "scripts/compile_kernels.py", "--capability", *cards, "--channels", channels, "--resources", *forms)
     names = ", ".join(f"sm{c}" for c in cards)
-    (kinds,) = re.findall(rf"^C={channels}: (\d+) kernels for each of {names}, of FP8 from sm90 on$", out, re.M)
+    (kinds,) = re.findall(rf"^C={channels}: (\d+) kernels for each of {names}, FP8's from sm90 on$", out, re.M)
     lines = re.findall(r"^sm(\d+) (\S+) +(?:\S+ registers, +(\S+) B stack,)?", out, re.M)
     for_all = [name for card, name, _ in lines if int(card) == cards[-1] and not name.startswith("fp8.")]
     assert Counter(int(card) for card, *_ in lines) == {card: int(kinds) if card > 80 else len(for_all) for card in cards}

@@ -1,4 +1,4 @@
-"""GELU inside a matmul, by cuBLASLt's epilogues: what llm.c does for -ge 1 (forward) and -ge 2 (backward too).
+"""cuBLASLt, and by its epilogues GELU inside a matmul: what llm.c does for -ge 1 (forward) and -ge 2 (backward too).
 
 The library that torch itself runs on is called through ctypes: nothing to build or install. torch offers neither the epilogue that keeps
 the pre-activation nor the one that multiplies by GELU's derivative; with them each of the two passes saves one reading and one writing
@@ -88,7 +88,7 @@ class HeuristicResult(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a matmul needs besides its pointers; lives as long as the process, which meets a handful of shapes."""
+    """All that a matmul needs besides its pointers."""
 
     desc: c_void_p
     a: c_void_p

@@ -38,14 +38,23 @@ class Cost:
 def step_cost(o: PlanOptions, grad_accum_steps: int = 1) -> Cost:
     """The cost of a step of `grad_accum_steps` micro-steps of B sequences."""
     L, sizes = o.config.num_layers, plan_sizes(o)
-    again = sum(map(len, segments(o.recompute, L).again))
     flops, n_bytes = _head(o, sizes)
-    for stages, times in ((FORWARD_STAGES, L + again), (backward_schedule(o.recompute), L)):
-        for stage in stages:
-            stage_flops, stage_bytes = _stage(o, sizes, stage)
-            flops += times * stage_flops
-            n_bytes += times * stage_bytes
-    return Cost(grad_accum_steps * flops, grad_accum_steps * n_bytes + _update_bytes(o))
+    for stage, times in _stages(o):
+        stage_flops, stage_bytes = _stage(o, sizes, stage)
+        flops += times * stage_flops
+        n_bytes += times * stage_bytes
+    n_bytes *= grad_accum_steps
+    if o.matmul == "fp8" and not o.reduces_always:  # what later micro-steps add is added up in fp32 beside the gradient
+        n_bytes += (grad_accum_steps - 1) * L * 2 * DTYPE_BYTES["fp32"] * sum(_layer_elements(name, sizes) for name in MATRICES)
+    return Cost(grad_accum_steps * flops, n_bytes + _update_bytes(o))
+
+
+def _stages(o: PlanOptions):
+    """(stage, how often a micro-step has it) of all blocks, both ways."""
+    L = o.config.num_layers
+    again = sum(map(len, segments(o.recompute, L).again))
+    yield from ((stage, L + again) for stage in FORWARD_STAGES)
+    yield from ((stage, L) for stage in backward_schedule(o.recompute))
 
 
 def extra_flops_percent(o: PlanOptions) -> float:
@@ -55,28 +64,39 @@ def extra_flops_percent(o: PlanOptions) -> float:
 
 def _stage(o, sizes, stage) -> tuple[int, int]:
     """FLOPs and bytes of a stage of one block."""
-    of_all_parts = (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
     n_bytes = 0
     for name in (*stage.reads, *stage.writes):
-        a = ACTIVATION[name]
-        parts = o.tensor_parallel if name in of_all_parts else 1
-        n_bytes += parts * prod(resolve(a.shape, sizes)) * DTYPE_BYTES[o.precision if a.dtype == "act" else a.dtype]
+        dtype = ACTIVATION[name].dtype
+        n_bytes += _elements(o, sizes, stage, name) * DTYPE_BYTES[o.precision if dtype == "act" else dtype]
     for name in stage.weights:
-        n_bytes += prod(resolve(PARAMETER[name].shape, sizes)[1:]) * DTYPE_BYTES[o.precision]
+        n_bytes += _layer_elements(name, sizes) * DTYPE_BYTES[o.precision]
     for name in stage.grads:  # read and written: micro-steps add up
-        n_bytes += 2 * prod(resolve(PARAMETER[name].shape, sizes)[1:]) * DTYPE_BYTES[o.gradients]
-    if o.matmul == "fp8":
+        n_bytes += 2 * _layer_elements(name, sizes) * DTYPE_BYTES[o.gradients]
+    if _in_fp8(o, stage):
         n_bytes += _fp8_bytes(o, sizes, stage)
     return prod(resolve(stage.flops, sizes)), n_bytes
+
+
+def _elements(o, sizes, stage, name) -> int:
+    """Of an activation that a stage reads or writes; of those of all parts where it is of all rows."""
+    of_all_parts = name in (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
+    return prod(resolve(ACTIVATION[name].shape, sizes)) * (o.tensor_parallel if of_all_parts else 1)
+
+
+def _layer_elements(name, sizes) -> int:
+    """Of a parameter of a layer."""
+    return prod(resolve(PARAMETER[name].shape, sizes)[1:])
+
+
+def _in_fp8(o, stage) -> bool:
+    return o.matmul == "fp8" and bool(MATRICES & {*stage.weights, *stage.grads})
 
 
 def _fp8_bytes(o, sizes, stage) -> int:
     """What a matmul of a layer moves more in FP8, where a factor in bf16 is read once: that is read once more, and what is made of it is
     written and read. dout is made in two layouts, of fcproj by the first of two stages."""
-    if not MATRICES & {*stage.weights, *stage.grads}:
-        return 0
-    weights = sum(prod(resolve(PARAMETER[name].shape, sizes)[1:]) for name in MATRICES & {*stage.weights})
-    first, *second = (prod(resolve(ACTIVATION[name].shape, sizes)) for name in stage.reads)
+    weights = sum(_layer_elements(name, sizes) for name in MATRICES & {*stage.weights})
+    first, *second = (_elements(o, sizes, stage, name) for name in stage.reads)
     if stage in FORWARD_STAGES:
         return 4 * (weights + first)
     of_dout = {"fcproj_dinput": 5, "fcproj_dweight": -1}.get(stage.name, 6)
@@ -111,9 +131,20 @@ def _update_bytes(o) -> int:
 
 
 def peak_flops(o: PlanOptions, budget: Budget | None) -> float | None:
-    """FLOP/s of the card, its dense peak, of FP8 twice bf16's; None without a card whose rates are known, and for a plan on a CPU."""
+    """FLOP/s of the card, its dense peak; None without a card whose rates are known, and for a plan on a CPU.
+
+    With FP8 the rate at which a step's FLOPs are done, those of layers' matmuls at twice the others' peak.
+    """
     peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
-    return peak * 1e12 * (2 if o.matmul == "fp8" else 1) if peak else None
+    return peak * 1e12 / (1 - _fp8_share(o) / 2) if peak else None
+
+
+def _fp8_share(o: PlanOptions) -> float:
+    """Of a step's FLOPs those that are done in FP8."""
+    if o.matmul != "fp8":
+        return 0.0
+    sizes = plan_sizes(o)
+    return sum(times * _stage(o, sizes, stage)[0] for stage, times in _stages(o) if _in_fp8(o, stage)) / step_cost(o).flops
 
 
 def ridge(o: PlanOptions, budget: Budget | None) -> float | None:
