@@ -127,7 +127,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     check_attention(options)
     check_gelu_fusion(options)
-    check_fp8(options, backend.name, backend.capability() if backend.kind == "cuda" else None)
+    check_fp8(options, backend.name, backend.capability())
     graphs = check_graphs(s, options)
     budget, host_bytes = run_budget(s, backend, world), smallest(world, available_host_bytes() // world.num_local)
     s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))

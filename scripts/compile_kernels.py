@@ -25,7 +25,7 @@ import torch
 from llmc.config import ModelConfig
 from llmc.errors import run_script
 from llmc.gpt2 import GPT2
-from llmc.kernels import door
+from llmc.kernels import MATMULS, door
 from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -99,7 +99,7 @@ def recorded_launches(channels, forms=FORMS) -> dict:
         for form in forms:
             config = replace(SMALL, channels=channels)
             model = GPT2(Plan(PlanOptions(config, 1, 16, kernels="triton", recompute=2, sample_length=4, **form)))
-            for name in ("matmul_forward", "matmul_dinput", "matmul_dweight"):
+            for name in MATMULS:
                 setattr(model.ops, name, lambda *_, **__: None)
             tokens = np.zeros((1, 16), np.int64)
             for micro_step in range(2):

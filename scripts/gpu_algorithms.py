@@ -8,7 +8,7 @@ from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan, available
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
-from scripts.gpu_common import Skip, attempt, measure, table, while_time
+from scripts.gpu_common import Skip, attempt, block_matmuls, factors, measure, relative_difference, table, while_time
 
 WANTED = 16  # algorithms of each matmul
 SEQUENCES = 16  # at most, of a batch
@@ -39,14 +39,6 @@ def _as_it_lies(matrix):
     return (matrix, OP_N) if matrix.is_contiguous() else (matrix.t(), OP_T)
 
 
-def forms(x, dout, weight) -> dict:
-    """Form of a matmul -> (result, left, right)."""
-    return {
-        "forward": (torch.empty_like(dout), x, weight.t()), "dinput": (torch.empty_like(x), dout, weight),
-        "dweight": (torch.empty_like(weight), dout.t(), x),
-    }  # fmt: skip
-
-
 def as_trained(form, out, x, dout, weight, bias):
     """The trainer's call of that form."""
     return {
@@ -74,8 +66,7 @@ def shapes(run, config, B, T) -> list[tuple]:
     """(matmul, rows, inner, outer, how often a step has it)."""
     C, L, n = config.channels, config.num_layers, B * T
     R = head_chunk_rows(run.options(config, B, T))
-    layer = {"qkv": (C, 3 * C), "attproj": (C, C), "fc": (C, 4 * C), "fcproj": (4 * C, C)}
-    return [(matmul, n, *sizes, L) for matmul, sizes in layer.items()] + [("head", R, C, config.padded_vocab_size, n / R)]
+    return [(matmul, n, *sizes, L) for matmul, sizes in block_matmuls(C).items()] + [("head", R, C, config.padded_vocab_size, n / R)]
 
 
 def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[dict]:
@@ -85,7 +76,7 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
     bias, rows = None if matmul == "head" else run.random(outer), []
     for form in ("forward", "dinput", "dweight"):
         with attempt(record, f"{model} {matmul} {form}"):
-            products = [forms(*s)[form] for s in sets]
+            products = [(left.new_empty(len(left), right.shape[1]), left, right) for left, right in (factors(form, *s) for s in sets)]
             usual = [as_trained(form, product[0], *s, bias) for product, s in zip(products, sets)]
             added = bias if form == "forward" else None
             others = list(zip(*(library.calls(*product, added) for product in products)))
@@ -110,8 +101,8 @@ def difference(out, usual, other) -> float:
     for call in (usual, other):
         out.fill_(torch.nan)
         call()
-        results.append(out.to(torch.float32, copy=True))
-    return ((results[1] - results[0]).norm() / results[0].norm()).item()
+        results.append(out.clone())
+    return relative_difference(results[1], results[0])
 
 
 def step_sums(model, B, rows) -> dict:

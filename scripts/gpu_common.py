@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from llmc.config import ModelConfig, config_from_descriptor
+from llmc.memory.arena import TORCH_DTYPE
 
 REPO = Path(__file__).resolve().parent.parent
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,6 +45,27 @@ FULL = Sizes(config_from_descriptor("d12"), 64, 1024, 1 << 30, 8192, 3, 20, 10, 
              (("d24", D24, (64, 48, 32, 24, 16, 8, 4, 2, 1)), ("d48", D48, (32, 24, 16, 12, 8, 4, 2, 1))), (4, 16))  # fmt: skip
 TINY = ModelConfig(max_seq_len=32, vocab_size=50, num_layers=1, num_heads=2, channels=32, padded_vocab_size=64)
 DRY = Sizes(TINY, 2, 8, 1 << 16, 64, 0, 1, 1, ((2, 2, 32, 32),), (("tiny", TINY, (2, 1)),), (1,))
+
+
+def block_matmuls(C) -> dict:
+    """Name -> (inner, outer) of a block's matmuls."""
+    return {"qkv": (C, 3 * C), "attproj": (C, C), "fc": (C, 4 * C), "fcproj": (4 * C, C)}
+
+
+def factors(form, x, dout, weight):
+    """The (M, K) and (K, N) that a linear layer multiplies, forward, and backward for its input's or its weight's gradient."""
+    return {"forward": (x, weight.t()), "dinput": (dout, weight), "dweight": (dout.t(), x)}[form]
+
+
+def zeros_of(tensors, device) -> dict:
+    """Name -> memory for each of these tensors of a plan."""
+    return {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in tensors}
+
+
+def relative_difference(ours, reference) -> float:
+    """Of two results, in norm."""
+    ours, reference = ours.float(), reference.float()
+    return ((ours - reference).norm() / reference.norm()).item()
 
 
 def random_tokens(config, B, T):

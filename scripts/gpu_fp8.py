@@ -10,11 +10,11 @@ import torch
 
 from llmc.kernels import fp8_matmuls
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
-from llmc.memory.arena import TORCH_DTYPE
-from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.rand import XorShift
-from scripts.gpu_common import BF16, D24, D48, FP32, Skip, attempt, free_memory, measure, table, while_time
+from scripts.gpu_common import (
+    BF16, D24, D48, FP32, Skip, attempt, block_matmuls, factors, free_memory, measure, relative_difference, table, while_time, zeros_of,
+)  # fmt: skip
 from scripts.gpu_steps import random_model, why_no_fp8
 from scripts.stdlib_sources import source_files
 
@@ -39,20 +39,10 @@ def fp8(run, record):
     ]
 
 
-def products(C) -> dict:
-    """Name -> (inner, outer) of a block's matmuls."""
-    return {"qkv": (C, 3 * C), "attproj": (C, C), "fc": (C, 4 * C), "fcproj": (4 * C, C)}
-
-
 def operand_bytes(C, n) -> int:
     """What making the operands of a block's matmuls moves: input and weight for forward and again for backward, and dout."""
-    sizes = products(C).values()
+    sizes = block_matmuls(C).values()
     return sum(2 * ONE_LAYOUT * (n * inner + inner * outer) + TWO_LAYOUTS * n * outer for inner, outer in sizes)
-
-
-def factors(form, x, dout, weight):
-    """The (M, K) and (K, N) that torch.mm multiplies in bf16."""
-    return {"forward": (x, weight.t()), "dinput": (dout, weight), "dweight": (dout.t(), x)}[form]
 
 
 def product_alone(form, *tensors):
@@ -77,18 +67,12 @@ def calls_of_trainer(ops, room, x, dout, weight) -> dict:
     }  # fmt: skip
 
 
-def room_of(run, config, B, T) -> dict:
-    """The plan's, of FP8 matmuls."""
-    plan = Plan(PlanOptions(config, B, T, matmul="fp8", device=run.backend.kind, kernels=run.kernels))
-    rooms = [t for t in plan.tensors.values() if t.name.startswith("fp8_")]
-    return {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=run.backend.device) for t in rooms}
-
-
 def measure_model(run, record, name, config, B, T):
     """Every matmul of a block in both types, alone and with its operands, and what all of it comes to in a step."""
     n, C = B * T, config.channels
-    room, ops, rows = room_of(run, config, B, T), fp8_matmuls(run.kernels), []
-    for product, (inner, outer) in products(C).items():
+    plan, ops, rows = Plan(run.options(config, B, T, matmul="fp8")), fp8_matmuls(run.kernels), []
+    room = zeros_of([t for t in plan.tensors.values() if t.name.startswith("fp8_")], run.backend.device)
+    for product, (inner, outer) in block_matmuls(C).items():
         sets = [(run.random(n, inner), run.random(n, outer), run.random(outer, inner)) for _ in range(2)]
         trainer = [calls_of_trainer(ops, room, *s) for s in sets]
         for form in ("forward", "dout", "dinput", "dweight"):
@@ -97,16 +81,14 @@ def measure_model(run, record, name, config, B, T):
                 if form != "dout":
                     bf16 = [factors(form, *s) for s in sets]
                     calls = [product_alone(form, *s) for s in sets]
-                    reference, ours = torch.mm(*bf16[0]).float(), calls[0]().float()
-                    row["relative difference"] = ((ours - reference).norm() / reference.norm()).item()
-                    del reference, ours
+                    row["relative difference"] = relative_difference(calls[0](), torch.mm(*bf16[0]))
                     row["bf16 ms"], row["spread"] = measure(run, *(partial(torch.mm, *s, out=torch.mm(*s)) for s in bf16))
                     row["FP8 ms"], _ = measure(run, *calls)
                     row |= {"FP8/bf16": row["FP8 ms"] / row["bf16 ms"], "FP8 TFLOP/s": 2 * n * inner * outer / row["FP8 ms"] / 1e9}
                 row["with operands ms"], _ = measure(run, *(calls[form] for calls in trainer))
                 rows.append(row)
                 table(record, "matmuls").append(row)
-    if len(rows) < len(products(C)) * (len(FORMS) + 1):
+    if len(rows) < len(block_matmuls(C)) * (len(FORMS) + 1):
         record["not_run"].append(f"{name}: not summed over a step, as a part of it failed")
         return
     least = operand_bytes(C, n) / run.rates["copy"] / 1e6 if "copy" in run.rates else None

@@ -21,7 +21,9 @@ from llmc.memory.rooms import classifier_rows, head_chunk_rows
 from llmc.memory.tables import num_parameters
 from llmc.memory.tuning import MATMUL_WORKSPACE, TUNING
 from llmc.rand import XorShift
-from scripts.gpu_common import FP32, Skip, attempt, measure, random_tokens, table, while_time
+from scripts.gpu_common import (
+    FP32, Skip, attempt, block_matmuls, measure, random_tokens, relative_difference, table, while_time, zeros_of,
+)  # fmt: skip
 
 SLOW, WEIGHTY = 0.70, 0.005  # below this share of the copy rate a kernel is flagged, if it takes this share of a step
 
@@ -99,7 +101,7 @@ class Room:
         self.options = run.options(s.config, s.B, s.T, kernels=kernels, gelu_fusion=0, **forms)
         self.plan, self.head_rows, device = Plan(self.options), head_chunk_rows(self.options), run.backend.device
         wanted = [t for t in self.plan.tensors.values() if t.purpose == "scratch" or t.name.startswith("classifier")]
-        self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in wanted}
+        self.scratch = zeros_of(wanted, device)
         inputs = random_tokens(s.config, s.B, s.T)[0]
         self.tokens, self.order = torch.from_numpy(inputs).to(device), token_order(inputs)
         self.operations = vars(operations(kernels)) | {"fp8_operand": fp8_operand_of(kernels)}
@@ -221,7 +223,7 @@ def kernels(run, record):
 def matmuls(run, record):
     s, C = run.sizes, run.sizes.config.channels
     n, R, Vp = s.B * s.T, head_chunk_rows(run.options(s.config, s.B, s.T)), s.config.padded_vocab_size
-    shapes = (("qkv", n, C, 3 * C), ("attproj", n, C, C), ("fc", n, C, 4 * C), ("fcproj", n, 4 * C, C), ("head", R, C, Vp))
+    shapes = (*((name, n, *sizes) for name, sizes in block_matmuls(C).items()), ("head", R, C, Vp))
     for name, rows, inner, outer in while_time(run, record, shapes, 5, name=lambda x: x[0]):
         room = torch.empty(rows * (inner + outer), device=run.backend.device) if not run.cuda else None
 
@@ -279,7 +281,7 @@ class Attention:
         C, self.NH, kernels = NH * HS, NH, "triton" if kind == "triton" else run.kernels
         plan = Plan(run.options(replace(run.sizes.config, num_heads=NH, channels=C), B, T, kernels=kernels, attention=kind))
         rooms = [t for t in plan.tensors.values() if t.purpose == "scratch"]
-        self.scratch = {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in rooms}
+        self.scratch = zeros_of(rooms, device)
         self.operations = operations(kernels, attention=kind)
         self.atty, self.datty, self.qkvr = run.random(B, T, C), run.random(B, T, C), run.random(B, T, 3 * C)
         self.dqkvr, self.dbias = run.random(B, T, 3 * C), run.random(3 * C)
@@ -353,9 +355,8 @@ def gelu_fusion(run, record):
     ):
         with attempt(record, name):
             (fused_ms, spread), (ms, _) = measure(run, one), measure(run, two)
-            difference = (ours.float() - reference.float()).norm() / reference.float().norm()
             row = {"what": name, "fused ms": fused_ms, "spread": spread, "separate ms": ms, "fused/separate": fused_ms / ms}
-            table(record, "").append(row | {"relative difference": difference.item()})
+            table(record, "").append(row | {"relative difference": relative_difference(ours, reference)})
 
 
 # ----------------------------------------------------------------------------

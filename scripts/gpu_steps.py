@@ -317,6 +317,7 @@ def larger(run, record):
 
 
 def largest_step(run, record, name, config, batches, **forms):
+    """A row of the largest of the batches that fits, in these forms of the plan's options."""
     T, words = run.sizes.T, "".join(f" --{form} {value}" for form, value in forms.items())
     if run.cuda:
         free_memory()  # of the model before

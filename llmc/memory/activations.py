@@ -9,7 +9,7 @@ from llmc.memory.rooms import (
     FP8_DOUT, FP8_DWEIGHT, FP8_FCPROJ, FP8_MATMULS, NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens,
 )  # fmt: skip
 from llmc.memory.slots import LAYER_SLOTS, offload_slot
-from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, resolve
+from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, resolve
 from llmc.memory.tuning import MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, RANK_NUMBERS, TILE_ROWS, UPDATE_NUMBERS
 
 STEP = ("encoder", "encoder_backward")
@@ -125,7 +125,7 @@ def _spans_of(o: PlanOptions, names):
 
 def _fp8_rows(o: PlanOptions):
     """Where matmuls of the layers make FP8 of their factors."""
-    matmuls = [s for s in (*FORWARD_STAGES, *BACKWARD_STAGES) if MATRICES & {*s.weights, *s.grads}]
+    matmuls = [s for s in (*FORWARD_STAGES, *BACKWARD_STAGES) if s.is_matmul]
     between = [("backward: fcproj_dinput", "backward: fcproj_dweight")]
     for rooms, spans in (
         (FP8_MATMULS, _spans_of(o, [s.name for s in matmuls])),

@@ -72,7 +72,7 @@ def _stage(o, sizes, stage) -> tuple[int, int]:
         n_bytes += _layer_elements(name, sizes) * DTYPE_BYTES[o.precision]
     for name in stage.grads:  # read and written: micro-steps add up
         n_bytes += 2 * _layer_elements(name, sizes) * DTYPE_BYTES[o.gradients]
-    if _in_fp8(o, stage):
+    if o.matmul == "fp8" and stage.is_matmul:
         n_bytes += _fp8_bytes(o, sizes, stage)
     return prod(resolve(stage.flops, sizes)), n_bytes
 
@@ -88,14 +88,10 @@ def _layer_elements(name, sizes) -> int:
     return prod(resolve(PARAMETER[name].shape, sizes)[1:])
 
 
-def _in_fp8(o, stage) -> bool:
-    return o.matmul == "fp8" and bool(MATRICES & {*stage.weights, *stage.grads})
-
-
 def _fp8_bytes(o, sizes, stage) -> int:
     """What a matmul of a layer moves more in FP8, where a factor in bf16 is read once: that is read once more, and what is made of it is
     written and read. dout is made in two layouts, of fcproj by the first of two stages."""
-    weights = sum(_layer_elements(name, sizes) for name in MATRICES & {*stage.weights})
+    weights = sum(_layer_elements(name, sizes) for name in MATRICES.intersection(stage.weights))
     first, *second = (_elements(o, sizes, stage, name) for name in stage.reads)
     if stage in FORWARD_STAGES:
         return 4 * (weights + first)
@@ -144,7 +140,7 @@ def _fp8_share(o: PlanOptions) -> float:
     if o.matmul != "fp8":
         return 0.0
     sizes = plan_sizes(o)
-    return sum(times * _stage(o, sizes, stage)[0] for stage, times in _stages(o) if _in_fp8(o, stage)) / step_cost(o).flops
+    return sum(times * _stage(o, sizes, stage)[0] for stage, times in _stages(o) if stage.is_matmul) / step_cost(o).flops
 
 
 def ridge(o: PlanOptions, budget: Budget | None) -> float | None:

@@ -155,6 +155,11 @@ class Stage:
     grads: tuple[str, ...] = ()
     flops: str = "0"
 
+    @property
+    def is_matmul(self) -> bool:
+        """Of a layer's matrix, or for the gradient of one; attention is none."""
+        return not MATRICES.isdisjoint(self.weights + self.grads)
+
 
 # "residual" is the block's input: encoded, or the residual3 of the block below.
 # a layernorm is two stages, so that normalising again from kept statistics is simply the second one
