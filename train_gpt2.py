@@ -532,7 +532,7 @@ def validate(run, step):
     """Mean loss over the validation batches, always the same ones. All are checked first: to compute one takes all ranks."""
     with bad_data_stops(run):
         run.val_loader.reset()
-        run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches))
+        run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches), keep=False)
     means = []
     for batch in range(run.val_batches):
         if evaluation_ends(run, f"step {step}, validate", batch):

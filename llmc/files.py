@@ -139,6 +139,12 @@ class Numbers:
         self._file.seek(self._offset + at * self._dtype.itemsize)
         return np.fromfile(self._file, self._dtype, n)
 
+    def will_need(self, at: int, n: int) -> None:
+        """Ask the system to have these in memory soon. Does not wait for them."""
+        if hasattr(os, "posix_fadvise"):
+            start, size = self._offset + at * self._dtype.itemsize, n * self._dtype.itemsize
+            os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+
 
 def fingerprint(path) -> str:
     """Short for a file's contents: its size and, of so much of it as takes no time to read, a hash."""

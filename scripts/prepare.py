@@ -524,6 +524,6 @@ class Progress:
 
 def _is_whole(folder: Path, shard: dict) -> bool:
     try:
-        return len(open_shard(folder / shard["file"])) == shard["tokens"]
+        return open_shard(folder / shard["file"]).num_tokens == shard["tokens"]
     except UserError:
         return False

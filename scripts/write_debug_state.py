@@ -40,11 +40,13 @@ def load_fp32_model(path, B: int, T: int) -> GPT2:
 
 def first_batch(path, B: int, T: int, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (B, T) int64 from the start of a shard. Raises UserError when it is too short or of another vocabulary."""
-    tokens = open_shard(path)[: B * T + 1].astype(np.int64)
-    if len(tokens) < B * T + 1:
+    shard = open_shard(path)
+    if shard.num_tokens < B * T + 1:
         raise UserError(
-            f"{path} has {len(tokens)} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b or -t"
+            f"{path} has {shard.num_tokens} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b "
+            "or -t"
         )
+    tokens = shard.read(0, B * T + 1).astype(np.int64)
     if tokens.max() >= config.vocab_size:
         raise UserError(
             f"{path} has a token {tokens.max()}; expected tokens below the model's vocabulary of {config.vocab_size}, "

@@ -488,7 +488,7 @@ def test_llm_c_s_steps_stand_beside_ours(run, tmp_path, monkeypatch):
 def test_the_shard_for_llm_c_is_one(run, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(gpu_llmc, "measure_steps", lambda run, step: (1.0, 0.0, 4.0))
-    monkeypatch.setattr(gpu_llmc, "run_program", lambda run, shard, level: seen.append(len(open_shard(shard))) or "")
+    monkeypatch.setattr(gpu_llmc, "run_program", lambda run, shard, level: seen.append(open_shard(shard).num_tokens) or "")
     run.args.llmc, record = "not run", new_record("")
     with torch.no_grad():
         gpu_llmc.llmc(run, record)

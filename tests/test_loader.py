@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -245,6 +246,23 @@ def test_a_shard_that_is_another_than_it_was_is_refused_however_it_is_entered(tm
     batches(loader, 2)  # of what is open
     loader.rewind()
     assert len(batches(loader, 4)) == 4
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_batches_that_were_kept_outlive_their_file(tmp_path, keep):
+    """The others are read again; the place stays where it was if that fails."""
+    path = tmp_path / "x.bin"
+    write_shard(path, range(101))
+    loader = TokenLoader(str(path), 2, 5)
+    loader.look_ahead(3, keep=keep)
+    os.truncate(path, 1024 + 2 * 21)
+    assert loader.next_batch()[0].ravel().tolist() == list(range(10)) and loader.next_batch()[1].ravel().tolist() == list(range(11, 21))
+    if keep:
+        assert loader.next_batch()[1].ravel().tolist() == list(range(21, 31))
+    for _ in range(2):
+        with pytest.raises(UserError, match="x.bin held 101 tokens when it was opened, and cannot be read beyond"):
+            loader.next_batch()
+    assert loader.state().current_sample_idx == 2 + keep
 
 
 def test_reading_ahead_of_what_is_looked_at_refuses_nothing(shards, tmp_path):

@@ -29,7 +29,8 @@ BYTES = ["--encoder", "bytes"]
 
 def text_of(*paths) -> list[str]:
     """The documents in shards made of bytes: what stands behind each end-of-text token."""
-    tokens = np.concatenate([open_shard(path) for path in paths]).tolist()
+    shards = [open_shard(path) for path in paths]
+    tokens = np.concatenate([shard.read(0, shard.num_tokens) for shard in shards]).tolist()
     table, documents = Tokenizer.from_bytes_only(), []
     for token in tokens:
         if token == EOT:
@@ -59,7 +60,7 @@ def corpus(documents=lambda: iter(some_documents()), **changes):
 
 def test_shards_cut_the_stream_of_documents_every_shard_tokens(tmp_path):
     paths = prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
-    sizes = [len(open_shard(path)) for path in paths]
+    sizes = [open_shard(path).num_tokens for path in paths]
     assert sizes[:-1] == [100] * (len(sizes) - 1) and 0 < sizes[-1] <= 100 and len(sizes) > 5
     assert [path.name for path in paths[:2]] == ["c_000000.bin", "c_000001.bin"]
     assert text_of(*paths) == some_documents()
@@ -129,7 +130,7 @@ t.prepare.write_corpus(t.corpus(documents), t.Path({str(killed)!r}), t.ByteEncod
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
     shards = [name for name in contents(killed) if name.endswith(".bin")]
-    assert shards and all(len(open_shard(killed / name)) == 100 for name in shards)
+    assert shards and all(open_shard(killed / name).num_tokens == 100 for name in shards)
     for folder in (killed, straight):
         prepare.write_corpus(corpus(), folder, ByteEncoder(), 1)
     assert contents(killed) == contents(straight)
@@ -346,7 +347,7 @@ def test_without_bpe_files_bytes_stand_in(tmp_path, monkeypatch, capsys):
     prepare_tinyshakespeare.main(arguments)
     assert "no BPE; until then: one token per byte" in capsys.readouterr().out
     written = [tmp_path / "out" / f"tiny_shakespeare_{split}.bin" for split in ("val", "train")]
-    assert len(open_shard(written[0])) == 32768
+    assert open_shard(written[0]).num_tokens == 32768
     assert "".join(text_of(*written)) == text
     with pytest.raises(UserError, match="no BPE"):  # asked for by name, it is not replaced
         prepare_tinyshakespeare.main([*arguments, "--encoder", "gpt2"])

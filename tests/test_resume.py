@@ -498,18 +498,41 @@ def test_validation_data_that_cannot_be_read_cost_no_step_either(case, tmp_path,
     assert_same_end(broken, tmp_path / "straight", 9)
 
 
-@pytest.mark.parametrize("flags, gone", [("", "train_01.bin"), ("-v 4 -m 2", "val.bin")])
-def test_a_shard_that_is_gone_costs_no_step_and_once_it_is_back_the_run_goes_on(case, tmp_path, flags, gone):
-    """Training opens it when it enters it, validation each time."""
+def lost(shard: Path):
+    """Take a shard away; what gives it back."""
+    shard.rename(shard.with_name("away"))
+    return lambda: shard.with_name("away").rename(shard)
+
+
+def cut(shard: Path):
+    """Cut a shard short where it lies, as whoever has it open sees it; what makes it whole again."""
+    whole = shard.read_bytes()
+    os.truncate(shard, 1100)
+    return lambda: shard.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "shard, damage, words, flags",
+    [
+        ("train_01.bin", lost, "does not exist", ""),
+        ("train_01.bin", cut, "truncated by", ""),
+        ("train_02.bin", cut, "cut short", ""),  # which is open then
+        ("val.bin", lost, "does not exist", "-v 4 -m 2"),
+        ("val.bin", cut, "truncated by", "-v 4 -m 2"),
+    ],
+)
+def test_a_shard_that_is_gone_or_cut_costs_no_step_and_once_it_is_back_the_run_goes_on(case, tmp_path, shard, damage, words, flags):
+    """Training opens one when it enters it, validation each time."""
     data = shutil.copytree(case, tmp_path / "data")
     argv = [*inputs(data), SMALL, QUIET, "-x 20 -n 100 --kernels torch", flags, "-o"]
     ran(*argv, tmp_path / "straight")
     broken = tmp_path / "broken"
-    ended = run(*argv, broken, after_step=lambda done: done == 2 and (data / gone).rename(data / "away"))
+    mend = []
+    ended = run(*argv, broken, after_step=lambda done: done == 2 and mend.append(damage(data / shard)))
     step = len(losses(ended.out))
-    assert ended.code == 2 and re.fullmatch(f"error: .*{gone} does not exist.*; step {step} is kept in .*\n", ended.err), ended.err
+    assert ended.code == 2 and re.fullmatch(f"error: .*{shard} .*({words}).*; step {step} is kept in .*\n", ended.err), ended.err
     assert 2 <= step < 20 and steps_in(broken) == [step]
-    (data / "away").rename(data / gone)
+    mend[0]()
     ran(*argv, broken, "-y 1")
     assert_same_end(broken, tmp_path / "straight", 20)
 

@@ -1,6 +1,7 @@
 """Shards are read and written as llm.c does, and a damaged file is refused with a reason."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import case_a
@@ -34,7 +35,7 @@ def test_written_shards_are_llmc_s_bytes(tmp_path):
     raw = (tmp_path / "a.bin").read_bytes()
     assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, 3] + [0] * 253
     assert raw[1024:] == b"\x07\x00\xff\xff\x00\x00"
-    np.testing.assert_array_equal(open_shard(tmp_path / "a.bin"), [7, 65535, 0])
+    assert open_shard(tmp_path / "a.bin").read(0, 3).tolist() == [7, 65535, 0]
 
 
 def test_a_folder_that_does_not_exist_is_a_user_error(tmp_path):
@@ -66,6 +67,19 @@ def test_a_damaged_shard_is_named_with_its_fault(tmp_path, raw, message):
     with pytest.raises(UserError, match=message) as caught:
         open_shard(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("left", [4, 1, 0])
+def test_a_shard_that_is_cut_short_while_it_is_open_is_an_error_and_no_signal(tmp_path, left):
+    path = tmp_path / "x.bin"
+    write_shard(path, range(9))
+    shard = open_shard(path)
+    assert shard.read(3, 6).tolist() == [3, 4, 5, 6, 7, 8]
+    os.truncate(path, 1024 + 2 * left)
+    shard.will_need(3, 6)
+    assert shard.read(0, left).tolist() == list(range(left))
+    with pytest.raises(UserError, match=f"x.bin held 9 tokens when it was opened, .* beyond token {max(left, 3)} now: .*whole file back"):
+        shard.read(3, 6)
 
 
 def test_missing_files_name_the_flag_and_what_to_run(tmp_path):

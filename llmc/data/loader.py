@@ -48,19 +48,19 @@ class TokenLoader:
         self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
 
     def rewind(self) -> None:
-        """Go back to the very first batch. Its shard is still open, so whatever became of the file is no matter."""
+        """Go back to the very first batch. Its shard is still open, so the file may have lost its name since."""
         self._go_to(self._first)
 
-    def look_ahead(self, batches: int) -> None:
-        """Read and check so many of the batches to come. What is served, and `state`, do not depend on it.
+    def look_ahead(self, batches: int, keep: bool = True) -> None:
+        """Read and check so many of the batches to come. Those kept, two bytes a token, are served whatever becomes of their files;
+        the others are read again. What is served, and `state`, do not depend on it.
 
         Raises UserError for the first that cannot be served, as of a token outside the vocabulary; those before it still are.
         """
         while len(self._coming) < batches:
-            place = self._walk.after(self._coming[-1] if self._coming else self._place)
-            for piece in place.batch:
-                self._check(piece)
-            self._coming.append(place)
+            place = self._walk.after(self._coming[-1][0] if self._coming else self._place)
+            tokens = self._read(place)
+            self._coming.append((place, tokens if keep else None))
             self._walk.read_ahead(place)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
@@ -69,13 +69,15 @@ class TokenLoader:
         Both are views of one buffer that the next call overwrites. Raises UserError as `look_ahead` does.
         """
         self.look_ahead(1)
-        self._place = self._coming.popleft()
+        place, kept = self._coming[0]
+        pieces = kept or self._read(place)
+        self._place, _ = self._coming.popleft()
         inputs, targets = self._buffer.reshape(2, -1)
         filled = 0
-        for _, tokens, start, end in self._place.batch:
-            inputs[filled : filled + end - start] = tokens[start:end]
-            targets[filled : filled + end - start] = tokens[start + 1 : end + 1]
-            filled += end - start
+        for tokens in pieces:
+            n = len(tokens) - 1
+            inputs[filled : filled + n], targets[filled : filled + n] = tokens[:-1], tokens[1:]
+            filled += n
         return self._buffer[0], self._buffer[1]
 
     def token_order(self) -> TokenOrder:
@@ -126,7 +128,7 @@ class TokenLoader:
         return self._place.rng is not None
 
     def _go_to(self, place: Place) -> None:
-        self._place, self._coming = place, deque()  # the places after it that were looked at already
+        self._place, self._coming = place, deque()  # the places after it that were looked at already, and their tokens where these are kept
         self._walk.read_ahead(place)
 
     def _place_of(self, state: LoaderState) -> Place:
@@ -139,8 +141,8 @@ class TokenLoader:
             shard_indices = np.asarray(state.shard_indices, dtype=np.int32)
         elif state.current_shard_idx >= len(self.paths):
             self._match("shards", f"at least {state.current_shard_idx + 1}", len(self.paths))
-        tokens = self._walk.open(shard_indices[state.current_shard_idx])
-        num_samples = self.geometry.samples_in(len(tokens))
+        shard = self._walk.open(shard_indices[state.current_shard_idx])
+        num_samples = self.geometry.samples_in(shard.num_tokens)
         if shuffled:
             self._match("samples in the current shard", state.shard_num_samples, num_samples)
         elif state.current_sample_idx > num_samples:
@@ -148,7 +150,7 @@ class TokenLoader:
         rng, sample_indices = None, None
         if shuffled:
             rng, sample_indices = MersenneTwister.from_bytes(state.shuffle_rng), np.asarray(state.intra_shard_indices, dtype=np.int32)
-        return Place(rng, shard_indices, state.current_shard_idx, tokens, num_samples, sample_indices, state.current_sample_idx)
+        return Place(rng, shard_indices, state.current_shard_idx, shard, num_samples, sample_indices, state.current_sample_idx)
 
     def _match(self, what: str, saved, found) -> None:
         if saved != found:
@@ -158,7 +160,7 @@ class TokenLoader:
             )
 
     def _checked_size(self, path: str) -> int:
-        num_tokens = len(open_shard(path))
+        num_tokens = open_shard(path).num_tokens
         if not self.geometry.samples_in(num_tokens):
             g = self.geometry
             raise UserError(
@@ -167,12 +169,17 @@ class TokenLoader:
             )
         return num_tokens
 
-    def _check(self, piece: Piece) -> None:
-        """Raise UserError unless the model knows all tokens of a piece, the last target included."""
-        part = piece.tokens[piece.start : piece.end + 1]
-        if part.max() >= self.vocab_size:
-            position = piece.start + int(np.argmax(part >= self.vocab_size))
+    def _read(self, place: Place) -> list[np.ndarray]:
+        """The tokens of each piece of its batch. Raises UserError as `look_ahead` does."""
+        return [self._read_piece(piece) for piece in place.batch]
+
+    def _read_piece(self, piece: Piece) -> np.ndarray:
+        """The tokens of a piece and its last target. Raises UserError unless the model knows them all."""
+        tokens = piece.shard.read(piece.start, piece.end - piece.start + 1)
+        if tokens.max() >= self.vocab_size:
+            place = int(np.argmax(tokens >= self.vocab_size))
             raise UserError(
-                f"{self.flag} {piece.path}: token {piece.tokens[position]} at position {position} is outside the model's vocabulary of "
-                f"{self.vocab_size}; prepare the data with this model's tokenizer, or choose another model"
+                f"{self.flag} {piece.shard.path}: token {tokens[place]} at position {piece.start + place} is outside the model's "
+                f"vocabulary of {self.vocab_size}; prepare the data with this model's tokenizer, or choose another model"
             )
+        return tokens

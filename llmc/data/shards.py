@@ -2,13 +2,12 @@
 tokens."""
 
 import glob
-import mmap
 import os
 
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, check_size, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, Numbers, check_size, new_header, read_header, write_atomically
 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
@@ -23,16 +22,35 @@ def write_shard(path, tokens) -> None:
     write_atomically(path, (header, np.ascontiguousarray(tokens, dtype="<u2")), doing="writing the tokens")
 
 
-def open_shard(path) -> np.memmap:
-    """The tokens of a shard, uint16 (num_tokens,), mapped read-only. Raises UserError unless the file is whole and a shard."""
+class Shard(Numbers):
+    """The tokens of a shard, uint16. No map here either: where its file is cut short or its disk fails, touching one ends the process by a
+    signal, without a word."""
+
+    def __init__(self, path, num_tokens: int):
+        super().__init__(path, "<u2", HEADER_BYTES)
+        self.num_tokens = num_tokens
+
+    def read(self, at: int, n: int) -> np.ndarray:
+        """Tokens at..at+n, which the shard had when it was opened. Raises UserError where it no longer has them."""
+        assert 0 <= at and at + n <= self.num_tokens
+        tokens = super().read(at, n)
+        if len(tokens) < n:
+            raise UserError(
+                f"{self.path} held {self.num_tokens} tokens when it was opened, and cannot be read beyond token {at + len(tokens)} now: "
+                "it was cut short, or its disk fails; put the whole file back"
+            )
+        return tokens
+
+
+def open_shard(path) -> Shard:
+    """A shard, to be read. Raises UserError unless the file is whole and a shard."""
     _, version, num_tokens, *_ = read_header(path, SHARD_MAGIC).tolist()
     if version != SHARD_VERSION:
         raise UserError(f"{path} is a token shard of version {version}, expected {SHARD_VERSION}; make it again with scripts/prepare_*.py")
     if num_tokens <= 0:
         raise UserError(f"{path} says it holds {num_tokens} tokens, expected at least one; make it again with scripts/prepare_*.py")
     check_size(path, HEADER_BYTES + 2 * num_tokens, f"a shard of {num_tokens} tokens")
-    # a mapping, not seek and read: offsets are 64 bits wide, where llm.c's int ends at 2 GiB
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(num_tokens,))
+    return Shard(path, num_tokens)
 
 
 def find_shards(pattern: str, flag: str) -> list[str]:
@@ -52,13 +70,4 @@ def find_shards(pattern: str, flag: str) -> list[str]:
 
 def longest_row(pattern: str, flag: str) -> int:
     """The most tokens in a row that every shard has, each with a target. Raises UserError as find_shards and open_shard do."""
-    return min(len(open_shard(path)) for path in find_shards(pattern, flag)) - 1
-
-
-def will_need(tokens: np.memmap, start: int, end: int) -> None:
-    """Ask the system to read these tokens' pages soon. Never waits."""
-    if not hasattr(mmap, "MADV_WILLNEED"):
-        return
-    start, end = HEADER_BYTES + 2 * start, HEADER_BYTES + 2 * end
-    page_start = start - start % mmap.PAGESIZE
-    tokens.base.madvise(mmap.MADV_WILLNEED, page_start, end - page_start)
+    return min(open_shard(path).num_tokens for path in find_shards(pattern, flag)) - 1

@@ -11,16 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.data.remainder import Geometry, Remainder
-from llmc.data.shards import open_shard, will_need
+from llmc.data.shards import Shard, open_shard
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
 
 
 class Piece(NamedTuple):
-    """Inputs that lie behind one another in a shard, tokens[start:end]; the target of each is the token after it."""
+    """Inputs that lie behind one another in a shard, from start to before end; the target of each is the token after it."""
 
-    path: str
-    tokens: np.memmap
+    shard: Shard
     start: int
     end: int
 
@@ -45,7 +44,7 @@ class Place:
     rng             draws the order of the next shard's samples and of the next epoch's shards; None where nothing is shuffled
     shard_indices   (shards,) int32: the order of the shards in this epoch
     shard_idx       place in it
-    tokens          of that shard
+    shard           that one
     num_samples     it has
     sample_indices  (num_samples,) int32: their order; None where nothing is shuffled
     sample_idx      place in it: samples of this shard that were served
@@ -56,7 +55,7 @@ class Place:
     rng: MersenneTwister | None
     shard_indices: np.ndarray
     shard_idx: int
-    tokens: np.memmap
+    shard: Shard
     num_samples: int
     sample_indices: np.ndarray | None
     sample_idx: int
@@ -102,15 +101,15 @@ class Walk:
         elif place.sample_idx < place.num_samples:
             batch = self._batch_of_shard(place)
         for piece in batch:
-            will_need(piece.tokens, piece.start, piece.end + 1)
+            piece.shard.will_need(piece.start, piece.end - piece.start + 1)
 
-    def open(self, shard: int) -> np.memmap:
-        """The tokens of a shard, by its number among the paths."""
-        path, size = self.paths[shard], self.sizes[shard]
-        tokens = open_shard(path)
-        if len(tokens) != size:
-            raise UserError(f"{path} held {size} tokens when this run began and holds {len(tokens)} now; put the old file back")
-        return tokens
+    def open(self, number: int) -> Shard:
+        """A shard, by its number among the paths."""
+        path, size = self.paths[number], self.sizes[number]
+        shard = open_shard(path)
+        if shard.num_tokens != size:
+            raise UserError(f"{path} held {size} tokens when this run began and holds {shard.num_tokens} now; put the old file back")
+        return shard
 
     def _next_shard(self, place: Place) -> Place:
         """Its start, or after the last one that of an epoch."""
@@ -120,18 +119,17 @@ class Walk:
 
     def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
         """The start of the shard at place shard_idx of the order."""
-        tokens = self.open(shard_indices[shard_idx])
-        num_samples, sample_indices = self.geometry.samples_in(len(tokens)), None
+        shard = self.open(shard_indices[shard_idx])
+        num_samples, sample_indices = self.geometry.samples_in(shard.num_tokens), None
         if rng:
             rng, sample_indices = permuted(rng, np.arange(num_samples, dtype=np.int32))
-        return Place(rng, shard_indices, shard_idx, tokens, num_samples, sample_indices, sample_idx=0)
+        return Place(rng, shard_indices, shard_idx, shard, num_samples, sample_indices, sample_idx=0)
 
     def _batch_of_shard(self, place: Place) -> tuple[Piece, ...]:
         """The rank's part of the sample after this place: one piece."""
         sample = place.sample_idx if place.sample_indices is None else int(place.sample_indices[place.sample_idx])
         start = (sample * self.geometry.num_processes + self.rank) * self.geometry.batch_tokens
-        path = self.paths[place.shard_indices[place.shard_idx]]
-        return (Piece(path, place.tokens, start, start + self.geometry.batch_tokens),)
+        return (Piece(place.shard, start, start + self.geometry.batch_tokens),)
 
     def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:
         """The rank's part of the next sample: pieces of one shard, mostly."""
@@ -139,11 +137,11 @@ class Walk:
             return self._batch
         batch, opened = [], {}
         for start, end in rest.remainder.batch(self.rank, int(rest.order[rest.served])).tolist():
-            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-            if shard not in opened:
-                opened[shard] = self.open(shard)
-            first = int(self._starts[shard])
-            batch.append(Piece(self.paths[shard], opened[shard], start - first, end - first))
+            number = int(np.searchsorted(self._starts, start, side="right")) - 1
+            if number not in opened:
+                opened[number] = self.open(number)
+            first = int(self._starts[number])
+            batch.append(Piece(opened[number], start - first, end - first))
         self._rest, self._batch = rest, tuple(batch)
         return self._batch
 
