@@ -9,7 +9,7 @@ from math import inf
 from re import compile, fullmatch
 
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE, OUTPUT_CODE, UserError
-from llmc.memory.ladder import NOT_KEPT, goes_with
+from llmc.memory.ladder import NOT_KEPT, can_offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,9 @@ GROUPS = {
         Flag((), "grad-dtype", str, "auto", "auto|fp32|bf16",
              "type of the gradients; auto: that of the weights. fp32 loses nothing over many micro-steps",
              choices=("auto", "fp32", "bf16")),
-        Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2", "fuse GELU into matmuls (CUDA): none, forward, both ways", choices=(0, 1, 2)),
+        Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2|3",
+             "fuse GELU into matmuls (CUDA): none, forward, both ways; 3: backward alone, which keeps the bits of all levels alike",
+             choices=(0, 1, 2, 3)),
         Flag((), "kernels", str, "auto", "auto|triton|numba|torch",
              "whose code runs what is not a matmul or a GPU's attention; auto takes Triton on a GPU, numba on a CPU, where installed",
              choices=("auto", "triton", "numba", "torch")),
@@ -254,14 +256,9 @@ def refuse_contradictions(settings: Settings) -> None:
     s = settings
     if s.recompute != "auto" and s.recompute not in NOT_KEPT:
         raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}, or auto")
-    if s.recompute != "auto" and not goes_with(s.recompute, gelu_fusion=s.gelu_fusion):
-        raise UserError(
-            f"-ge 2 -r {s.recompute}: GELU's gradient joins a matmul that runs before this level has its input again; "
-            "use -ge 1, or -r 2 or lower"
-        )
     if s.recompute == s.batch_size == "auto":
         raise UserError("-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 5 for the largest -b")
-    if s.recompute != "auto" and not goes_with(s.recompute, offload_residual=s.offload_residual):
+    if s.offload_residual and s.recompute != "auto" and not can_offload(s.recompute):
         raise UserError(f"-r {s.recompute} --offload-residual: this level keeps too few residuals to move; use -r 5, which then keeps none")
     if (s.json or s.tensors) and not s.plan:
         raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")

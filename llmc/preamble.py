@@ -94,7 +94,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         )
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
-    if s.gelu_fusion and s.recompute > 0:
+    if s.recompute > 0 and not o.gelu_repeats:
         yield f"note: with -ge {s.gelu_fusion} the GELU that -r {s.recompute} computes again is not the matmul's to the last bit"
     if o.matmul == "fp8":
         yield "note: --matmul fp8 has other bits and other losses than bf16; MFU stays relative to the bf16 peak"

@@ -273,7 +273,6 @@ FLAGS = {
     "tcp without a server": ("-pn 2 -pi tcp", "-pi tcp: there is no -ps"),
     "a folder that is not there to meet in": ("-pn 2 -pi fs -pp nowhere", "-pp nowhere: no such folder"),
     "GELU fusion": ("-ge 1", "-ge 1 fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0"),
-    "GELU fusion against a level": ("-ge 2 -r 4", "-ge 2 -r 4: GELU's gradient joins a matmul that runs before this level has its input"),
     "a GPU's attention": ("--attention flash", "--attention flash is a GPU's, and this run is on a CPU"),
     "a GPU's matmuls": ("--matmul cublaslt", "--matmul cublaslt is a GPU's, and this run is on a CPU; leave it out"),
     "matmuls without their kernels": (

@@ -45,7 +45,7 @@ WRONG = {
     "-b": ("0", "-1", "four", "4.5", "", "nan", "Auto", "auto "), "-n": ("-2",), "-nk": ("-1",), "-nm": ("-1",),
     "-lg": ("-2",), "-x": ("-2", "inf"), "-u": ("-1",), "-l": ("nan", "inf", "-1e-4", "1e999", "x"), "-q": ("-0.1",), "-c": ("-1",),
     "-sl": ("-1", "nan"), "-sg": ("-1",), "-v": ("-1",), "-m": ("0", "-2"), "-s": ("-2",), "-g": ("-1",), "-k": ("cos", ""),
-    "-y": ("2", "yes", "-1"), "-h": ("2",), "-a": ("2",), "-f": ("true",), "-w": ("-1",), "-ge": ("3", "-1"), "-z": ("4", "-1"),
+    "-y": ("2", "yes", "-1"), "-h": ("2",), "-a": ("2",), "-f": ("true",), "-w": ("-1",), "-ge": ("4", "-1"), "-z": ("4", "-1"),
     "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",), "--timeout": ("0", "-1", "1.5"),
     "--ranks": ("-1", "auto", "1.5"), "--link": ("-1", "fast", "inf", "400,3600"), "--node-link": ("-1", "nan"),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
@@ -66,12 +66,10 @@ AT_ODDS = {
     "-r 6 --offload-residual": "-r 6 --offload-residual: this level keeps too few residuals to move",
     "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to move",
     "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
-    "-ge 2 -r 3": "-ge 2 -r 3: GELU's gradient joins a matmul that runs before this level has its input again",
-    "-ge 2 -r 6 --plan": "-ge 2 -r 6: GELU's gradient joins a matmul",
     "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
 }  # fmt: skip
 NOT_AT_ODDS = ("--plan --ranks 8", "--plan --link 400", "--plan -pn 8 --link 400 --node-link 3600", "--ranks 0", "--link 0",
-               "-ge 2 -r 2", "-ge 2 -r auto", "-ge 1 -r 6",
+               "-ge 2 -r 3", "-ge 2 -r auto", "-ge 1 -r 6", "-ge 3 -r 6",
                "-r auto", "-b auto", "-r auto -b 2", "-b auto -r 6", "--plan --json", "--plan --tensors", "-r auto --offload-residual",
                "-r 5 --offload-residual", "--master none", "--master none -w 0", "--master none -w 1", "--master auto -w 0",
                "--master bits16", "--master fp32 -w 1", "--optimizer-state bf16 --grad-dtype fp32")  # fmt: skip

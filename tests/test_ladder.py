@@ -254,6 +254,21 @@ def test_no_pass_has_the_name_of_a_stage_or_of_another_pass():
     assert all(name in names for run in IN_ONE_PASS for name in run)
 
 
+@every_level
+@pytest.mark.parametrize("fusion", [0, 1, 2, 3])
+def test_gelu_joins_the_matmul_before_it_at_every_level_both_ways_or_one(level, fusion):
+    """Forward with 1 and 2; backward, where its input may have to be made again before that, with 2 and 3."""
+    forward, backward = passes(FORWARD_STAGES, fusion), passes(backward_schedule(level), fusion)
+    assert ("fc_gelu" in forward, "fc" in forward, "gelu" in forward) == ((True, False, False) if fusion in (1, 2) else (False, True, True))
+    again = "fch_gelu" in NOT_KEPT[level]
+    if fusion in (2, 3):
+        assert "fcproj_dinput_gelu" in backward and {"fcproj_dinput", "gelu_backward"}.isdisjoint(backward)
+        assert ("gelu" in backward) == again
+    else:
+        assert "fcproj_dinput" in backward and ("gelu_backward_and_again" if again else "gelu_backward") in backward
+    assert "fc_gelu" not in backward and ("fc" in backward) == ("fch" in NOT_KEPT[level])
+
+
 # ----------------------------------------------------------------------------
 # levels
 

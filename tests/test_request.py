@@ -210,7 +210,7 @@ def test_a_launch_that_fails_is_a_reason_in_one_line(monkeypatch):
     ("--device cpu --kernels triton", "--kernels triton: they are for a GPU, and this run is on a CPU"),
     ("--memory-budget t4 --precision fp32 --kernels triton", "--kernels triton: they need a card of SM80 or later"),
     ("--device cuda --precision fp32 --attention flash", "--attention flash has no fp32 form"),
-    ("--memory-budget h100-80 --precision bf16 -ge 2 -r 3", "-ge 2 -r 3: GELU's gradient joins a matmul"),
+    ("--memory-budget h100-80 --precision bf16 -ge 3 --matmul fp8", "--matmul fp8 -ge 3: GELU joins matmuls of bf16"),
 ])  # fmt: skip
 def test_a_plan_refuses_what_a_run_would(flags, sentence):
     with pytest.raises(UserError) as refusal:
@@ -236,15 +236,21 @@ def test_a_plan_for_a_card_too_old_for_triton_is_that_of_torch_s_operators():
     assert text.partition("\n")[2] == plan_text(asked("-e d12 -b 4 --plan --memory-budget t4 --kernels torch"))
 
 
-def test_levels_that_do_not_go_with_fused_gelu_are_neither_taken_nor_proposed():
-    o = options("-ge 2 -b 64 -r 0")
-    assert levels_of(o) == (0, 1, 2)
-    budget = Plan(replace(o, recompute=3)).total_bytes  # what only the levels beyond would fit
-    with pytest.raises(NotEnoughMemory, match="no recompute level fits .*: -r 2 still needs"):
+@pytest.mark.parametrize("fusion, bits", [(0, "the same bits"), (2, "the same bits but for GELU's last"), (3, "the same bits")])
+def test_levels_of_every_kind_of_gelu_are_proposed_with_what_becomes_of_its_bits(fusion, bits):
+    o = options(f"-ge {fusion} -b 64 -r 0")
+    ways = [way for way in ways_to_fit(o, Plan(replace(o, recompute=3)).total_bytes, 64, count=9) if "-r 3" in way.flags]
+    assert ways and all(f"{bits};" in f"{way.price};" for way in ways)
+
+
+def test_levels_that_do_not_go_with_offloaded_residuals_are_neither_taken_nor_proposed():
+    o = options("--offload-residual -b 64 -r 0")
+    assert levels_of(o) == (0, 1, 2, 3, 4, 5)
+    budget = Plan(replace(o, recompute=5)).total_bytes - 1
+    with pytest.raises(NotEnoughMemory, match="no recompute level fits .*: -r 5 still needs"):
         choose_recompute(o, budget)
     ways = ways_to_fit(o, budget, 64, count=9)
-    assert ways and not any(f"-r {level}" in way.flags for way in ways for level in (3, 4, 5, 6))
-    assert all("but for GELU's last" in way.price for way in ways if "-r" in way.flags)
+    assert ways and not any("-r 6" in way.flags for way in ways)
 
 
 def test_the_plan_is_of_the_kernels_that_will_run(triton):

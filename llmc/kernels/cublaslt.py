@@ -1,4 +1,4 @@
-"""cuBLASLt, and by its epilogues GELU inside a matmul: what llm.c does for -ge 1 (forward) and -ge 2 (backward too).
+"""cuBLASLt, and by its epilogues GELU inside a matmul: llm.c's -ge 1 (forward) and -ge 2 (backward too), and our -ge 3, backward alone.
 
 The library that torch itself runs on is called through ctypes: nothing to build or install. torch offers neither the epilogue that keeps
 the pre-activation nor the one that multiplies by GELU's derivative; with them each of the two passes saves one reading and one writing

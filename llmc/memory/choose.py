@@ -10,7 +10,7 @@ from math import isqrt
 
 from llmc.errors import NotEnoughMemory
 from llmc.memory.cost import extra_flops_percent
-from llmc.memory.ladder import NOT_KEPT, goes_with
+from llmc.memory.ladder import NOT_KEPT, can_offload
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.units import MIB
@@ -24,9 +24,7 @@ BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way her
 
 def levels_of(options: PlanOptions) -> tuple[int, ...]:
     """The recompute levels these options can run at."""
-    return tuple(
-        level for level in NOT_KEPT if goes_with(level, offload_residual=options.offload_residual, gelu_fusion=options.gelu_fusion)
-    )
+    return tuple(level for level in NOT_KEPT if can_offload(level) or not options.offload_residual)
 
 
 def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1, batch_is_fixed=False) -> tuple[int, str]:
@@ -184,7 +182,7 @@ def _way(options, changed, total, total_sequences, halvings) -> Way:
     if changed.recompute != options.recompute:
         extra = extra_flops_percent(changed) - extra_flops_percent(options)
         flags.append(f"-r {changed.recompute}")
-        price.append(f"{extra:.0f}% more FLOPs, " + ("the same bits but for GELU's last" if options.gelu_fusion else "the same bits"))
+        price.append(f"{extra:.0f}% more FLOPs, " + ("the same bits" if options.gelu_repeats else "the same bits but for GELU's last"))
         cost += extra + 0.1 * (changed.recompute - options.recompute)  # levels without FLOPs still read and write more
     if changed.master != options.master:
         flags.append("--master bits16")

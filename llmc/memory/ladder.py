@@ -23,15 +23,9 @@ NOT_KEPT = dict(enumerate(accumulate((
 WRITER = {name: stage for stage in FORWARD_STAGES for name in stage.writes}
 
 
-def goes_with(level: int, *, offload_residual=False, gelu_fusion=0) -> bool:
-    """Whether a level can be run with these options.
-
-    With residual3 not kept there is too little to offload. GELU's gradient can join the matmul before it only while GELU's input
-    is kept: else that runs again in between.
-    """
-    if offload_residual and "residual3" in NOT_KEPT[level]:
-        return False
-    return not (gelu_fusion == 2 and "fch" in NOT_KEPT[level])
+def can_offload(level: int) -> bool:
+    """Whether residuals can be offloaded at a level: with residual3 not kept there is too little of them."""
+    return "residual3" not in NOT_KEPT[level]
 
 
 def kept_names(level: int) -> tuple[str, ...]:
@@ -44,6 +38,7 @@ def backward_schedule(level: int):
     """The stages of one block's backward pass in order, forward stages that run again included.
 
     2 gives fcproj_dinput, gelu_backward, gelu, fcproj_dweight, ln2, fc_backward, ..., ln1, qkv_backward, ln1_backward.
+    GELU's input is there before all, so that its gradient can be one pass with the matmul before it.
     """
     schedule, at_hand = [], {"residual", *kept_names(level)}
 
@@ -57,6 +52,7 @@ def backward_schedule(level: int):
         schedule.append(stage)
         at_hand.update(stage.writes)
 
+    provide("fch")
     for stage in BACKWARD_STAGES:
         run(stage)
     return tuple(schedule)
@@ -132,7 +128,7 @@ def transient_lifetimes(level: int, gelu_fusion: int = 0) -> dict[str, list[tupl
             # the next block's first layernorm is one pass with this block's last addition: it may not write where that reads
             for name in spans.keys() & {"ln1", "ln1_mean", "ln1_rstd"}:
                 lifetimes[name].append((prefix + "fcproj", prefix + "fcproj"))
-            if gelu_fusion and "fch_gelu" in spans:  # written while the matmul still reads
+            if ("fc", "gelu") in IN_ONE_MATMUL[gelu_fusion] and "fch_gelu" in spans:  # written while the matmul still reads
                 lifetimes["fch_gelu"].append((prefix + "fc", prefix + "fc"))
     return lifetimes
 
@@ -159,11 +155,8 @@ IN_ONE_PASS = {
     ("gelu_backward", "gelu"): "gelu_backward_and_again",
 }
 # -ge -> more of them: GELU, and its gradient, inside the matmul before it
-IN_ONE_MATMUL = {
-    0: {},
-    1: {("fc", "gelu"): "fc_gelu"},
-    2: {("fc", "gelu"): "fc_gelu", ("fcproj_dinput", "gelu_backward"): "fcproj_dinput_gelu"},
-}
+_GELU, _GRADIENT = {("fc", "gelu"): "fc_gelu"}, {("fcproj_dinput", "gelu_backward"): "fcproj_dinput_gelu"}
+IN_ONE_MATMUL = {0: {}, 1: _GELU, 2: _GELU | _GRADIENT, 3: _GRADIENT}
 
 
 def passes(stages, gelu_fusion: int = 0) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class PlanOptions:
     offload_residual: bool = False
     device: str = "cpu"  # cpu | cuda
     kernels: str = ""  # torch | triton | numba, which need working room of their own; empty: triton on CUDA, else torch
-    gelu_fusion: int = 0  # 0 | 1 | 2: GELU, and its gradient, inside matmuls
+    gelu_fusion: int = 0  # inside matmuls: 0 nothing | 1 GELU | 2 and its gradient | 3 that alone
     attention: str = ""  # cpu | flash | cudnn | efficient | triton; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
@@ -51,6 +51,11 @@ class PlanOptions:
     def fused(self) -> bool:
         """Whether kernels do it, in one pass each, or torch's operations piece by piece."""
         return self.kernel_set != "torch"
+
+    @property
+    def gelu_repeats(self) -> bool:
+        """Whether GELU that is computed again has the bits of the first: a matmul's own takes sums that are not rounded yet."""
+        return self.gelu_fusion in (0, 3)
 
     @property
     def attention_kind(self) -> str:
