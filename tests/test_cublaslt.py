@@ -123,8 +123,9 @@ class FakeLibrary:
         x, y = (read(t, layout).T if desc[turned] else read(t, layout) for t, layout, turned in ((a, la, "TRANSA"), (b, lb, "TRANSB")))
         out = x @ y
         assert out.shape == (ld["ROWS"], ld["COLS"])
+        bias = {"TYPE": ld["TYPE"], "ROWS": len(out), "COLS": 1, "LD": len(out)}
         if desc["EPILOGUE"] & 4:
-            out = out + read(desc["BIAS_POINTER"], {"TYPE": ld["TYPE"], "ROWS": len(out), "COLS": 1, "LD": len(out)})
+            out = out + read(desc["BIAS_POINTER"], bias)
         if desc["EPILOGUE"] in (1, 4):
             write(d, ld, out)
             return
@@ -133,9 +134,11 @@ class FakeLibrary:
             write(desc["EPILOGUE_AUX_POINTER"], aux, out)
             out = F.gelu(torch.from_numpy(out), approximate="tanh").numpy()
         else:
-            assert desc["EPILOGUE"] == 192
+            assert desc["EPILOGUE"] in (192, 208)
             pre = torch.from_numpy(read(desc["EPILOGUE_AUX_POINTER"], aux))
             out = torch.ops.aten.gelu_backward(torch.from_numpy(out), pre, approximate="tanh").numpy()
+            if desc["EPILOGUE"] == 208:
+                write(desc["BIAS_POINTER"], bias, out.sum(1, keepdims=True))
         write(d, ld, out)
 
 
@@ -208,19 +211,22 @@ def check_forward(kernel, rows, C, OC, dtype, device="cpu"):
     return gelu_out, pre, inp, weight, bias
 
 
-def check_backward(kernel, rows, OC, C, dtype, device="cpu"):
-    """dpre against fp64, within twice the error of torch's own matmul and GELU gradient."""
+def check_backward(kernel, rows, OC, C, dtype, device="cpu", with_bias=False):
+    """dpre, and dbias if asked for, against fp64, within twice the error of torch's own matmul, GELU gradient and sum."""
     dout, pre = normal(rows, OC, dtype=dtype, device=device), normal(rows, C, dtype=dtype, device=device, seed=1)
     weight = normal(OC, C, dtype=dtype, device=device, seed=2, scale=OC**-0.5)
-    dpre = unwritten(rows, C, dtype=dtype, device=device)
-    kernel.backward(dpre, dout, weight, pre)
+    dpre, sums = unwritten(rows, C, dtype=dtype, device=device), [unwritten(C, dtype=dtype, device=device)] * with_bias
+    kernel.backward(dpre, dout, weight, pre, *sums)
 
     def plain(dout, weight, pre):
         return torch.ops.aten.gelu_backward(dout @ weight, pre, approximate="tanh")
 
     exact = plain(dout.double(), weight.double(), pre.double())
-    assert_as_good_as_eager(dpre, plain(dout, weight, pre), exact, floor=floor_of_gelu(dtype, device), what="dpre")
-    return dpre, dout, weight, pre
+    eager, floor = plain(dout, weight, pre), floor_of_gelu(dtype, device)
+    assert_as_good_as_eager(dpre, eager, exact, floor=floor, what="dpre")
+    for dbias in sums:
+        assert_as_good_as_eager(dbias, eager.sum(0), exact.sum(0), floor=floor, what="dbias")
+    return dpre, dout, weight, pre, *sums
 
 
 @dtypes
@@ -231,8 +237,9 @@ def test_forward_is_linear_then_gelu(fake, rows, inner, columns, dtype):
 
 @dtypes
 @shapes
-def test_backward_is_matmul_times_the_derivative_of_gelu(fake, rows, inner, columns, dtype):
-    check_backward(MatmulGelu(workspace()), rows, inner, columns, dtype)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_backward_is_matmul_times_the_derivative_of_gelu(fake, rows, inner, columns, dtype, with_bias):
+    check_backward(MatmulGelu(workspace()), rows, inner, columns, dtype, with_bias=with_bias)
 
 
 def test_leading_dimensions_of_a_batch_are_rows(fake):
@@ -264,13 +271,14 @@ def test_the_forward_call_is_llm_cs(fake, dtype, tf32, data_type, compute_type):
     assert call["workspace"] == (scratch.data_ptr(), 8192) and call["stream"] == STREAM
 
 
-def test_the_backward_call_is_llm_cs(fake):
-    """m = C, n = rows, k = OC; nothing transposed; DGELU; aux by pointer, no bias."""
-    dpre, dout, weight, pre = check_backward(MatmulGelu(workspace()), 7, 13, 24, torch.bfloat16)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_backward_call_is_llm_cs(fake, with_bias):
+    """m = C, n = rows, k = OC; nothing transposed; DGELU; aux by pointer, no bias. Sums over rows are no call of llm.c's."""
+    dpre, dout, weight, pre, *sums = check_backward(MatmulGelu(workspace()), 7, 13, 24, torch.bfloat16, with_bias=with_bias)
     (call,) = fake.matmuls
     assert call["desc"] == {
-        "COMPUTE_TYPE": 68, "SCALE_TYPE": 0, "TRANSA": 0, "TRANSB": 0, "EPILOGUE": 192,
-        "EPILOGUE_AUX_POINTER": pre.data_ptr(), "EPILOGUE_AUX_LD": 24,
+        "COMPUTE_TYPE": 68, "SCALE_TYPE": 0, "TRANSA": 0, "TRANSB": 0, "EPILOGUE": 208 if with_bias else 192,
+        "EPILOGUE_AUX_POINTER": pre.data_ptr(), "EPILOGUE_AUX_LD": 24, **{"BIAS_POINTER": t.data_ptr() for t in sums},
     }  # fmt: skip
     assert call["layouts"] == tuple({"TYPE": 14, "ROWS": r, "COLS": c, "LD": r} for r, c in ((24, 13), (13, 7), (24, 7)))
     assert call["pointers"] == (weight.data_ptr(), dout.data_ptr(), dpre.data_ptr())
@@ -502,7 +510,7 @@ def test_numbers_are_those_of_the_header_beside_the_library(real):
     ours = {f"CUBLASLT_MATMUL_DESC_{name}": number for name, (number, _) in (DESC | COMPUTE_AND_SCALE_TYPE).items()}
     ours |= {f"CUBLASLT_MATMUL_PREF_{name}": number for name, (number, _) in PREFERENCE.items()}
     ours |= {f"CUBLASLT_MATRIX_LAYOUT_{name}": number for name, (number, _) in LAYOUT.items()}
-    for name in ("EPILOGUE_GELU_AUX_BIAS", "EPILOGUE_DGELU", "REDUCTION_SCHEME_COMPUTE_TYPE"):
+    for name in ("EPILOGUE_GELU_AUX_BIAS", "EPILOGUE_DGELU", "EPILOGUE_DGELU_BGRAD", "REDUCTION_SCHEME_COMPUTE_TYPE"):
         ours[f"CUBLASLT_{name}"] = getattr(cublaslt, name)
     for name in ("COMPUTE_32F", "COMPUTE_32F_FAST_TF32", "OP_N", "OP_T", "STATUS_NOT_SUPPORTED"):
         ours[f"CUBLAS_{name}"] = getattr(cublaslt, name)
@@ -575,6 +583,11 @@ def test_gpu_forward_is_as_good_as_torch(on_gpu, rows, C, OC, dtype, tf32):
 def test_gpu_backward_is_as_good_as_torch(on_gpu, rows, C, OC, dtype, tf32):
     """As of fcproj: the gradient has C columns and comes out with OC."""
     check_backward(on_gpu(tf32), rows, C, OC, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_bias_gradients_are_as_good_as_torch_s(on_gpu):
+    check_backward(on_gpu(), 4096, 768, 3072, torch.bfloat16, "cuda", with_bias=True)
 
 
 @pytest.mark.gpu

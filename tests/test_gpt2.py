@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from llmc.backend import resident_bytes
 from llmc.config import ModelConfig
@@ -25,6 +24,7 @@ from llmc.memory.tables import PARAMETERS
 from llmc.rand import XorShift
 from llmc.units import MIB
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
+from torch_gelu import TorchGelu
 from whole_steps import raw
 
 TESTS = Path(__file__).parent
@@ -281,21 +281,6 @@ def test_matmuls_work_in_the_room_that_the_plan_has_for_them(precision, more, mo
     dweights = 4 * SMALL.num_layers + 1
     assert sum(name == "matmul_dweight" for name, _ in rooms) == dweights and len(rooms) > 4 * dweights
     assert [found for _, found in rooms if found is not room] == ([head] if head is not None else [])
-
-
-class TorchGelu:
-    """What MatmulGelu does, on a CPU: both ways GELU takes sums that are not rounded yet, and what it keeps for backward is."""
-
-    def __init__(self, workspace, *, tf32):
-        pass
-
-    def forward(self, gelu_out, pre, inp, weight, bias):
-        sums = inp.float() @ weight.float().t() + bias.float()
-        pre.copy_(sums)
-        gelu_out.copy_(F.gelu(sums, approximate="tanh"))
-
-    def backward(self, dpre, dout, weight, pre):
-        dpre.copy_(torch.ops.aten.gelu_backward(dout.float() @ weight.float(), pre.float(), approximate="tanh"))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
+from torch_gelu import TorchGelu
 
 from llmc.backend import Backend
 from llmc.config import config_from_descriptor
@@ -442,6 +443,19 @@ def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run
     assert not record["errors"]
     found = {row["attention"].split(",")[0]: row["backward repeats its bits"] for row in record["tables"][""]}
     assert found == {"flash": "yes", "cudnn": "no", "efficient": "yes"} | ({"triton": "yes"} if run.kernels == "triton" else {})
+
+
+def test_gelu_inside_a_matmul_is_measured_beside_passes_of_its_own(run, monkeypatch):
+    monkeypatch.setattr("llmc.kernels.cublaslt.MatmulGelu", TorchGelu)
+    monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
+    with pytest.raises(Skip, match="no CUDA device"):
+        gpu_kernels.gelu_fusion(run, new_record(""))
+    run.cuda, run.kernels, record = True, "torch", new_record("")
+    with torch.no_grad():
+        gpu_kernels.gelu_fusion(run, record)
+    assert not record["errors"]
+    rows = record["tables"][""]
+    assert len(rows) == 3 and all(0 < row["relative difference"] < 0.01 and row["repeats its bits"] == "yes" for row in rows)
 
 
 # ---- llm.c

@@ -29,7 +29,7 @@ from llmc.errors import UserError
 DATA_TYPES = {torch.float32: 0, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16BF
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 OP_N, OP_T = 0, 1
-EPILOGUE_GELU_AUX_BIAS, EPILOGUE_DGELU = 32 | 128 | 4, 64 | 128
+EPILOGUE_GELU_AUX_BIAS, EPILOGUE_DGELU, EPILOGUE_DGELU_BGRAD = 32 | 128 | 4, 64 | 128, 64 | 128 | 16
 REDUCTION_SCHEME_COMPUTE_TYPE = 2
 STATUS_NOT_SUPPORTED = 15
 # attribute -> (number, type): the library refuses a value of another size. The types of bias and aux are left at their default, D's type
@@ -208,19 +208,22 @@ class MatmulGelu(CublasLt):
         # column-major, each row-major (r, c) is its own transpose (c, r): gelu_out.T (OC, rows) = (weight.T).T (OC, C) @ inp.T (C, rows)
         self._matmul(EPILOGUE_GELU_AUX_BIAS, OP_T, OC, rows, C, dtype, a=weight, b=inp, d=gelu_out, aux=pre, bias=bias)
 
-    def backward(self, dpre, dout, weight, pre):
+    def backward(self, dpre, dout, weight, pre, dbias=None):
         """dpre = (dout @ weight) * gelu'(pre): the gradient of the linear layer after the GELU, taken through the GELU.
 
         dpre    (..., C)   written     dout  (..., OC)  read     all contiguous, fp32 or bf16 alike, at multiples of 16 bytes;
         weight  (OC, C)    read        pre   (..., C)   read     no two share memory; C is a multiple of 8
+        dbias   (C,)       written with the sums over dpre's rows, the gradient of the bias before the GELU; or None
         Cost 2*rows*C*OC FLOP. Raises ValueError naming the tensor that does not fit, NoAlgorithm.
         """
         OC, C = _rows(weight), weight.shape[-1]
         rows, dtype = _rows(dout), weight.dtype
-        wanted = {"weight": (OC, C), "dout": (rows, OC), "dpre": (rows, C), "pre": (rows, C)}
-        self._check_operands(wanted, weight=weight, dout=dout, dpre=dpre, pre=pre)
+        wanted = {"weight": (OC, C), "dout": (rows, OC), "dpre": (rows, C), "pre": (rows, C), "dbias": (C,)}
+        sums = {} if dbias is None else {"dbias": dbias}
+        self._check_operands(wanted, weight=weight, dout=dout, dpre=dpre, pre=pre, **sums)
+        epilogue = EPILOGUE_DGELU_BGRAD if sums else EPILOGUE_DGELU
         # dpre.T (C, rows) = weight.T (C, OC) @ dout.T (OC, rows): both as they lie
-        self._matmul(EPILOGUE_DGELU, OP_N, C, rows, OC, dtype, a=weight, b=dout, d=dpre, aux=pre, bias=None)
+        self._matmul(epilogue, OP_N, C, rows, OC, dtype, a=weight, b=dout, d=dpre, aux=pre, bias=dbias)
 
     def _check_operands(self, wanted, **tensors):
         dtype = tensors["weight"].dtype
