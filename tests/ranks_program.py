@@ -46,7 +46,7 @@ def record_served(path):
         if self.flag == "-i":
             with open(path, "a") as file:
                 for piece in self._place.batch:
-                    print(self.paths.index(piece.path), piece.start, piece.end, file=file)
+                    print(self.paths.index(piece.shard.path), piece.start, piece.end, file=file)
         return batch
 
     TokenLoader.next_batch = next_batch
