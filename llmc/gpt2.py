@@ -68,7 +68,7 @@ class GPT2:
         self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened"), "fp8": self.acts}[o.matmul]
         self.dweight_room = self.acts.get("widened", self.matmul_room)
         self.head_room, self.fcproj_room = self.matmul_room, None
-        if o.matmul == "fp8":  # between the two matmuls of fcproj's backward others may make a dout of their own
+        if o.matmul == "fp8":  # fcproj's dout stays while GELU runs: in a room no wider than it is
             self.head_room = None
             own = {name: self.acts[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
             self.fcproj_room = self.acts | own

@@ -148,7 +148,7 @@ def test_matmuls_multiply_what_their_operands_say(kernels):
     ops["matmul_forward"](plain, inp, weight, None, acts)
     judge(plain.view(R, OC), x @ w.t(), (x, w.t()), BF16)
     ops["matmul_dout"](dout, acts)
-    for name in ("fp8_inp", "fp8_weight"):  # what runs between the two halves of fcproj's backward may overwrite these
+    for name in ("fp8_inp", "fp8_weight"):  # between the two halves of fcproj's backward other tensors may lie there
         acts[name].fill_(0xFF)
     ops["matmul_dinput"](dinp, dout, weight, acts)
     judge(dinp.view(R, C), dy @ w, (dy, w), BF16)

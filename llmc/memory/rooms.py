@@ -23,7 +23,7 @@ NUMBA_ATTENTION = (
 )  # fmt: skip
 TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
 # of matmuls in FP8: of all; of those that make a weight's gradient; of the gradient that these share with those that make an input's;
-# and of fcproj's, where other matmuls may run between the two
+# and of fcproj's, which is narrower than the widest, and lies there longer, while GELU runs between the two
 FP8_MATMULS = (("inp", "B T Fc", "fp8"), ("weight", "Fw", "fp8"), ("scales", "2", "fp32"), ("partials", "Pf", "fp32"))
 FP8_DWEIGHT = (("sum", "Fw", "fp32"),)
 FP8_DOUT = (("dout", "2 B T Fc", "fp8"), ("dout_scale", "1", "fp32"))
