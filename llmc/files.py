@@ -135,9 +135,13 @@ class Numbers:
         self._file = open(path, "rb", buffering=0)
 
     def read(self, at: int, n: int) -> np.ndarray:
-        """Numbers at..at+n, fewer at the end of the file."""
+        """Numbers at..at+n. Raises UserError where they cannot be read: the file was whole when its size was checked."""
         self._file.seek(self._offset + at * self._dtype.itemsize)
-        return np.fromfile(self._file, self._dtype, n)
+        numbers = np.fromfile(self._file, self._dtype, n)
+        if len(numbers) < n:
+            end = self._offset + (at + len(numbers)) * self._dtype.itemsize
+            raise UserError(f"{self.path} cannot be read beyond byte {end}: it was cut short, or its disk fails; put the whole file back")
+        return numbers
 
     def will_need(self, at: int, n: int) -> None:
         """Ask the system to have these in memory soon. Does not wait for them."""

@@ -260,7 +260,7 @@ def test_batches_that_were_kept_outlive_their_file(tmp_path, keep):
     if keep:
         assert loader.next_batch()[1].ravel().tolist() == list(range(21, 31))
     for _ in range(2):
-        with pytest.raises(UserError, match="x.bin held 101 tokens when it was opened, and cannot be read beyond"):
+        with pytest.raises(UserError, match="x.bin cannot be read beyond byte 10(66|84): it was cut short"):
             loader.next_batch()
     assert loader.state().current_sample_idx == 2 + keep
 

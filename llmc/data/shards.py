@@ -33,13 +33,7 @@ class Shard(Numbers):
     def read(self, at: int, n: int) -> np.ndarray:
         """Tokens at..at+n, which the shard had when it was opened. Raises UserError where it no longer has them."""
         assert 0 <= at and at + n <= self.num_tokens
-        tokens = super().read(at, n)
-        if len(tokens) < n:
-            raise UserError(
-                f"{self.path} held {self.num_tokens} tokens when it was opened, and cannot be read beyond token {at + len(tokens)} now: "
-                "it was cut short, or its disk fails; put the whole file back"
-            )
-        return tokens
+        return super().read(at, n)
 
 
 def open_shard(path) -> Shard:
