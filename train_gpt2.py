@@ -389,7 +389,7 @@ def launch_step(run, clock, step: int) -> SimpleNamespace:
     run.checkpoints.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
-        loader.rewind()
+        loader.rewind(accum)
     launched = SimpleNamespace(step=step, started=clock.start(), judged=None, skipped=False)
     for micro_step in range(accum):
         run.world.moved()
@@ -416,14 +416,12 @@ def look_ahead(run, step: int):
 
     Several ranks agree to stop when they read this step's numbers. Where the next step is launched before that, two steps are checked.
     """
-    steps = 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
-    if run.settings.overfit_single_batch:  # every step takes what the first one does
-        if run.last_batch:
-            return
-        steps = 1
-        run.train_loader.rewind()
+    loader, steps = run.train_loader, 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
     with bad_data_stops(run):
-        run.train_loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
+        if not run.settings.overfit_single_batch:
+            loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
+        elif run.last_batch is None:  # every step takes what the first one does
+            loader.rewind(run.grad_accum_steps)
 
 
 @contextmanager
@@ -529,12 +527,15 @@ def evaluation_ends(run, what: str, batch: int) -> bool:
 
 
 def validate(run, step):
-    """Mean loss over the validation batches, always the same ones. All are checked first: to compute one takes all ranks."""
+    """Mean loss over the validation batches, always the same ones. As many are read at a time as ranks compute without asking each other
+    whether one has to stop."""
     with bad_data_stops(run):
         run.val_loader.reset()
-        run.val_loader.look_ahead(min(run.val_batches, run.val_loader.num_batches), keep=False)
-    means = []
+    means, at_once = [], BATCHES_HEARD[run.backend.kind]
     for batch in range(run.val_batches):
+        with bad_data_stops(run):
+            if batch % at_once == 0:
+                run.val_loader.look_ahead(min(at_once, run.val_batches - batch))
         if evaluation_ends(run, f"step {step}, validate", batch):
             return
         means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait

@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +102,7 @@ def read_header(path, magic: int) -> np.ndarray:
     Raises UserError when the file is missing, unreadable, empty, shorter than a header, or of another kind.
     """
     expected = KINDS[magic].split(" (")[0]
-    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait, and it cannot be mapped
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
         raise UserError(f"{path} cannot be read (it is a directory, a pipe or a device); expected {expected}, so pass the path of a file")
     try:
         with open(path, "rb") as file:
@@ -123,21 +123,33 @@ def read_header(path, magic: int) -> np.ndarray:
     return header
 
 
+@contextmanager
+def readable(path):
+    """Turn an OSError inside, as of a network's file system or too many open files, into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{path} cannot be read ({error.strerror or error})"
+        raise UserError(f"{reason}; check that it is still there, its permissions and its disk") from None
+
+
 class Numbers:
     """The numbers of one type in a file, from a byte on, read where they are asked for into memory of their own.
 
     Not a map: the pages of one count as the process's own memory once touched; a resumed run would seem to hold its checkpoint twice.
-    The file stays open, as what a rank has of a model may be very many short runs.
+    The file stays open, as what a rank has of a model may be very many short runs. Raises UserError where it cannot be opened.
     """
 
     def __init__(self, path, dtype, offset: int):
         self.path, self._dtype, self._offset = path, np.dtype(dtype), offset
-        self._file = open(path, "rb", buffering=0)
+        with readable(path):
+            self._file = open(path, "rb", buffering=0)
 
     def read(self, at: int, n: int) -> np.ndarray:
         """Numbers at..at+n. Raises UserError where they cannot be read: the file was whole when its size was checked."""
-        self._file.seek(self._offset + at * self._dtype.itemsize)
-        numbers = np.fromfile(self._file, self._dtype, n)
+        with readable(self.path):
+            self._file.seek(self._offset + at * self._dtype.itemsize)
+            numbers = np.fromfile(self._file, self._dtype, n)
         if len(numbers) < n:
             end = self._offset + (at + len(numbers)) * self._dtype.itemsize
             raise UserError(f"{self.path} cannot be read beyond byte {end}: it was cut short, or its disk fails; put the whole file back")
@@ -147,7 +159,8 @@ class Numbers:
         """Ask the system to have these in memory soon. Does not wait for them."""
         if hasattr(os, "posix_fadvise"):
             start, size = self._offset + at * self._dtype.itemsize, n * self._dtype.itemsize
-            os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):  # which is for who reads them
+                os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
 def fingerprint(path) -> str:
@@ -163,7 +176,8 @@ def fingerprint(path) -> str:
 
 def check_size(path, expected: int, reason: str) -> None:
     """Raise UserError unless the file has exactly `expected` bytes; `reason` says where that number comes from."""
-    found = os.path.getsize(path)
+    with readable(path):
+        found = os.path.getsize(path)
     if found != expected:
         state = f"truncated by {expected - found}" if found < expected else f"oversized by {found - expected}"
         raise UserError(f"{path} has {found} bytes, {state}: {reason} needs exactly {expected}; download or write it again")

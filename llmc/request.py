@@ -26,9 +26,9 @@ from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.rooms import widens
-from llmc.memory.tables import sizes_of
+from llmc.memory.tables import DTYPE_BYTES, sizes_of
 from llmc.memory.traffic import Network
-from llmc.memory.tuning import FP8_MULTIPLE
+from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 from llmc.units import whole
 
 ALONE = World()
@@ -210,7 +210,7 @@ def check_graphs(s: Settings, o: PlanOptions) -> bool:
 
 
 def check_gelu_fusion(o: PlanOptions):
-    """Raise UserError unless cuBLASLt is there for -ge."""
+    """Raise UserError unless cuBLASLt is there for -ge, takes the sizes, and keeps the bits that -ge 3 promises."""
     if o.gelu_fusion:
         from llmc.kernels.cublaslt import available
 
@@ -221,6 +221,13 @@ def check_gelu_fusion(o: PlanOptions):
                 raise UserError(
                     f"-ge {o.gelu_fusion}: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and {what} is {width}; use -ge 0"
                 )
+        layer_bytes = 4 * o.B * o.T * o.config.channels // o.tensor_parallel * DTYPE_BYTES[o.precision]
+        # else GELU's inputs, kept side by side, are aligned by how many come before, which the level decides: a library chooses by that too
+        if o.gelu_repeats and layer_bytes % ALIGNMENT:
+            raise UserError(
+                f"-ge {o.gelu_fusion}: bits are the same at every -r where GELU's input of a layer takes a multiple of {ALIGNMENT} bytes, "
+                f"and it takes {layer_bytes}; use a -b or -t with more factors of two, or -ge 0"
+            )
 
 
 FP8_CAPABILITY = (9, 0)  # Hopper's; Ada multiplies FP8 too, but Triton 3.6 rounds to it twice there

@@ -302,3 +302,8 @@ def test_gelu_fusion_without_the_library_is_refused(monkeypatch):
     check_gelu_fusion(options("-ge 2 -r 1"))
     with pytest.raises(UserError, match="-ge 1: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and C is 36; use -ge 0"):
         check_gelu_fusion(options("-ge 1", config=replace(D12, channels=36, num_heads=2)))
+    narrow = replace(D12, channels=40, num_heads=2)
+    check_gelu_fusion(options("-ge 2 -b 1 -t 6", config=narrow))
+    check_gelu_fusion(options("-ge 3 -b 2 -t 6", "fp32", config=narrow))
+    with pytest.raises(UserError, match="-ge 3: .* takes a multiple of 256 bytes, and it takes 1920; use a -b or -t with more factors of"):
+        check_gelu_fusion(options("-ge 3 -b 1 -t 6", config=narrow))

@@ -32,6 +32,8 @@ from test_errors import token
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
 from llmc.backend import Backend
+from llmc.checkpoint import snapshot
+from llmc.gpt2 import GPT2
 from llmc.interrupt import StopRequest
 from llmc.memory.tables import num_parameters
 
@@ -479,7 +481,7 @@ def test_data_that_cannot_be_trained_on_end_a_run_with_a_checkpoint_and_once_men
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_validation_data_that_cannot_be_read_cost_no_step_either(case, tmp_path, monkeypatch, asynchronous):
-    """They are checked before each validation. The first one of a run that has a resume behind it may come after many steps."""
+    """The first validation of a run that has a resume behind it may come after many steps."""
     data = shutil.copytree(case, tmp_path / "data")
     argv = [*inputs(data), SMALL, "-v 50 -m -1 -s 0 --kernels torch -n 100 -o"]
     ran(*argv, tmp_path / "straight", "-x 5")
@@ -511,6 +513,20 @@ def cut(shard: Path):
     return lambda: shard.write_bytes(whole)
 
 
+def not_opened(shard: Path):
+    """Let the system refuse to open a shard, when what it says of itself was read; what makes it open it again."""
+
+    def refuse(path, *args, **kwargs):
+        if Path(path) == shard:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return open(path, *args, **kwargs)
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr("llmc.files.open", refuse, raising=False)
+    patched.setattr("llmc.data.shards.read_header", lambda path, magic: np.fromfile(path, "<i4", 256))
+    return patched.undo
+
+
 @pytest.mark.parametrize(
     "shard, damage, words, flags",
     [
@@ -519,6 +535,7 @@ def cut(shard: Path):
         ("train_02.bin", cut, "cut short", ""),  # which is open then
         ("val.bin", lost, "does not exist", "-v 4 -m 2"),
         ("val.bin", cut, "truncated by", "-v 4 -m 2"),
+        ("val.bin", not_opened, "cannot be read .Too many open files", "-v 4 -m 2"),
     ],
 )
 def test_a_shard_that_is_gone_or_cut_costs_no_step_and_once_it_is_back_the_run_goes_on(case, tmp_path, shard, damage, words, flags):
@@ -537,10 +554,59 @@ def test_a_shard_that_is_gone_or_cut_costs_no_step_and_once_it_is_back_the_run_g
     assert_same_end(broken, tmp_path / "straight", 20)
 
 
-def test_one_batch_again_and_again_does_not_need_its_file_any_more(case, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_validation_whose_data_is_cut_in_its_middle_costs_no_step(case, tmp_path, monkeypatch, asynchronous):
+    """What was read of it is computed; the next reading ends the run after a checkpoint. A GPU's reads eight batches at a time."""
+    monkeypatch.setattr(Backend, "asynchronous", asynchronous)
+    monkeypatch.setattr("train_gpt2.BATCHES_HEARD", {"cpu": 8 if asynchronous else 1})
     data = shutil.copytree(case, tmp_path / "data")
-    argv = [*inputs(data), SMALL, QUIET, "-x 6 -n 100 -a 1 --kernels torch -o"]
+    argv = [*inputs(data), SMALL, "-b 1 -t 16 -d 512 -v 4 -m 20 -s 0 -x 9 -n 100 --kernels torch -o"]
     ran(*argv, tmp_path / "straight")
+    broken, computed, mend = tmp_path / "broken", [], []
+    token_losses = GPT2.token_losses
+
+    def cut_meanwhile(*args):
+        computed.append(args)
+        if len(computed) == 23:  # the third batch of the validation at step 4
+            mend.append(cut(data / "val.bin"))
+        return token_losses(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GPT2, "token_losses", cut_meanwhile)
+        ended = run(*argv, broken)
+    assert ended.code == 2 and re.search(r"val.bin cannot be read.*cut short.*; step 4 is kept in", ended.err), ended.err
+    assert len(computed) == 20 + (8 if asynchronous else 3) + 1 and ended.out.count("val loss") == 1
+    mend[0]()
+    ran(*argv, broken, "-y 1")
+    assert_same_end(broken, tmp_path / "straight", 9)
+
+
+@pytest.mark.parametrize("name, left", [("model_00000002.bin", 5000), ("state_00000002_00000.bin", 900_000), ("model_00000002.bin", 0)])
+def test_a_checkpoint_that_is_cut_after_its_check_is_refused_and_stays_what_it_is(case, tmp_path, monkeypatch, name, left):
+    """Its weights and moments are read long after its sizes are, on a slow disk; what was not read must not be taken for numbers."""
+    argv = [*inputs(case), SMALL, QUIET, "-n 2 --kernels torch -o", tmp_path]
+    ran(*argv, "-x 2")
+    before, fill = but_record(tmp_path), snapshot.fill
+
+    def cut_before(*args):
+        os.truncate(tmp_path / name, left)
+        fill(*args)
+
+    monkeypatch.setattr(snapshot, "fill", cut_before)
+    ended = run(*argv, "-x 4 -y 1")
+    assert ended.code == 2 and re.fullmatch(f"error: {tmp_path / name} cannot be read .*: it was cut short, or .*\n", ended.err), ended.err
+    before[name] = before[name][:left]
+    assert but_record(tmp_path) == before
+
+
+def test_one_batch_again_and_again_does_not_need_its_file_any_more(case, tmp_path):
+    """Gone or cut short, of several micro-steps."""
+    data = shutil.copytree(case, tmp_path / "data")
+    argv = [*inputs(data), SMALL, QUIET, "-b 2 -x 6 -n 100 -a 1 --kernels torch -o"]
+    ran(*argv, tmp_path / "straight")
+    ran(*argv, tmp_path / "cut", after_step=lambda done: done == 2 and cut(data / "val.bin"))
+    assert_same_end(tmp_path / "cut", tmp_path / "straight", 6)
+    shutil.copy(case / "val.bin", data)
     ran(*argv, tmp_path / "gone", after_step=lambda done: done == 2 and (data / "val.bin").unlink())
     assert_same_end(tmp_path / "gone", tmp_path / "straight", 6)
 

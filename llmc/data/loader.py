@@ -33,6 +33,7 @@ class TokenLoader:
         self.num_tokens = sum(sizes)
         self.num_batches = sum(map(self.geometry.samples_in, sizes))  # of an epoch
         self._walk = Walk(self.paths, sizes, self.geometry, rank)
+        self._again = ()
         self._buffer = np.empty((2, B, T), dtype=np.int64)
         # llm.c seeds by rank, so each rank walks the shards in an order of its own
         self._first = self._walk.begin(MersenneTwister(42 + rank) if shuffle else None)
@@ -47,20 +48,26 @@ class TokenLoader:
         """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""
         self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
 
-    def rewind(self) -> None:
-        """Go back to the very first batch. Its shard is still open, so the file may have lost its name since."""
-        self._go_to(self._first)
+    def rewind(self, batches: int) -> None:
+        """Go back to the very first batch, to serve so many from there on. They are read the first time, and kept.
 
-    def look_ahead(self, batches: int, keep: bool = True) -> None:
-        """Read and check so many of the batches to come. Those kept, two bytes a token, are served whatever becomes of their files;
-        the others are read again. What is served, and `state`, do not depend on it.
+        Raises UserError as `look_ahead` does.
+        """
+        if len(self._again) < batches:
+            self._go_to(self._first)
+            self.look_ahead(batches)
+            self._again = tuple(self._coming)
+        self._place, self._coming = self._first, deque(self._again)
+
+    def look_ahead(self, batches: int) -> None:
+        """Read and check so many of the batches to come. They are kept, two bytes a token, and served whatever becomes of their files.
+        What is served, and `state`, do not depend on it.
 
         Raises UserError for the first that cannot be served, as of a token outside the vocabulary; those before it still are.
         """
         while len(self._coming) < batches:
             place = self._walk.after(self._coming[-1][0] if self._coming else self._place)
-            tokens = self._read(place)
-            self._coming.append((place, tokens if keep else None))
+            self._coming.append((place, [self._read(piece) for piece in place.batch]))
             self._walk.read_ahead(place)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
@@ -69,9 +76,7 @@ class TokenLoader:
         Both are views of one buffer that the next call overwrites. Raises UserError as `look_ahead` does.
         """
         self.look_ahead(1)
-        place, kept = self._coming[0]
-        pieces = kept or self._read(place)
-        self._place, _ = self._coming.popleft()
+        self._place, pieces = self._coming.popleft()
         inputs, targets = self._buffer.reshape(2, -1)
         filled = 0
         for tokens in pieces:
@@ -128,7 +133,7 @@ class TokenLoader:
         return self._place.rng is not None
 
     def _go_to(self, place: Place) -> None:
-        self._place, self._coming = place, deque()  # the places after it that were looked at already, and their tokens where these are kept
+        self._place, self._coming = place, deque()  # the places after it that were looked at already, and the tokens of their pieces
         self._walk.read_ahead(place)
 
     def _place_of(self, state: LoaderState) -> Place:
@@ -169,11 +174,7 @@ class TokenLoader:
             )
         return num_tokens
 
-    def _read(self, place: Place) -> list[np.ndarray]:
-        """The tokens of each piece of its batch. Raises UserError as `look_ahead` does."""
-        return [self._read_piece(piece) for piece in place.batch]
-
-    def _read_piece(self, piece: Piece) -> np.ndarray:
+    def _read(self, piece: Piece) -> np.ndarray:
         """The tokens of a piece and its last target. Raises UserError unless the model knows them all."""
         tokens = piece.shard.read(piece.start, piece.end - piece.start + 1)
         if tokens.max() >= self.vocab_size:

@@ -213,7 +213,8 @@ class MatmulGelu(CublasLt):
 
         dpre    (..., C)   written     dout  (..., OC)  read     all contiguous, fp32 or bf16 alike, at multiples of 16 bytes;
         weight  (OC, C)    read        pre   (..., C)   read     no two share memory; C is a multiple of 8
-        dbias   (C,)       written with the sums over dpre's rows, the gradient of the bias before the GELU; or None
+        dbias   (C,)       written with the sums over dpre's rows, the gradient of the bias before the GELU; or None, as in training,
+                           until a card has been seen to repeat their bits at no cost (gpu_check's gelu_fusion measures both)
         Cost 2*rows*C*OC FLOP. Raises ValueError naming the tensor that does not fit, NoAlgorithm.
         """
         OC, C = _rows(weight), weight.shape[-1]
