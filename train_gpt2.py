@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from math import isfinite
@@ -28,14 +28,14 @@ from types import SimpleNamespace
 
 from llmc import __version__
 from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
-from llmc.checkpoint.store import extra_path, prepare_folder
+from llmc.checkpoint.store import extra_path, held_folder
 from llmc.clock import StepClock
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
 from llmc.errors import (
-    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, code_of_lost_output, end_with, is_out_of_memory,
-    tell_lost_output,
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with, fill_closed_streams,
+    is_out_of_memory, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
@@ -67,7 +67,8 @@ SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different ste
 
 def main(argv=None) -> int:
     """Run the command line; the exit code, one of llmc.flags.EXIT_CODES."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None if closed; a path or sample that a terminal cannot show must not end a run
+    fill_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or sample that a terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         settings = parse(sys.argv[1:] if argv is None else argv)
@@ -88,12 +89,12 @@ def main(argv=None) -> int:
     except RankLost as error:
         return end_with("" if error.said_elsewhere else f"error: {error}", error.code)
     except KeyboardInterrupt:
-        return end_with("interrupted before the first step; nothing was lost", INTERRUPT_CODE)
+        return end_with("interrupted before the first step; no checkpoint has changed", INTERRUPT_CODE)
     except ModuleNotFoundError as error:
         advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
         return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", INPUT_CODE)
     except OSError as error:
-        return code_of_lost_output(error)
+        return code_of_os_error(error)
 
 
 # ----------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps
 
     print_settings(s, total_batch_size)
-    peak_tflops = promised_tflops(backend.name, precision) if backend.kind == "cuda" else None
+    peak_tflops = promised_tflops(backend.name, precision, s.tf32) if backend.kind == "cuda" else None
     measured = peak_tflops is None
     if measured:
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
@@ -158,7 +159,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     )  # fmt: skip
 
 
-def build(run: SimpleNamespace):
+def build(run: SimpleNamespace, until_end: ExitStack):
     """Add to an opened run its data, its files and the model, printing llm.c's allocation lines on the way."""
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
     open_data(run)  # first: a missing file should not cost the time to build a model
@@ -170,7 +171,7 @@ def build(run: SimpleNamespace):
         device_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
     folder = s.output_dir if world.rank == 0 else None
     if folder:
-        prepare_folder(folder)
+        until_end.enter_context(held_folder(folder))
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
 
@@ -191,8 +192,9 @@ def build(run: SimpleNamespace):
         world.progress("resuming")
         resume(run)
         run.record.phase("resume", run.resume_step)
-    run.log, run.speed_log = (Logger(folder, run.resume_step, name) for name in (LOG_NAME, SPEED_NAME))
-    run.record.start()
+    run.stop = stop = StopRequest(alone=world.num_processes == 1)
+    run.log, run.speed_log = (Logger(folder, run.resume_step, name, stop.cannot_go_on) for name in (LOG_NAME, SPEED_NAME))
+    run.record.go_ahead(stop.cannot_go_on)
 
 
 def open_data(run):
@@ -299,8 +301,8 @@ def memory_explained(run):
 def train(s: Settings) -> OSError | None:
     """Train as the flags say, from opening the device to the last checkpoint. Why it stopped, if it was as nothing could be printed."""
     run = open_run(s)
-    with told(run.world), memory_explained(run):
-        build(run)
+    with told(run.world), memory_explained(run), ExitStack() as until_end:
+        build(run, until_end)
         with checkpoint_kept(run):
             lost_output = loop(run)
     close_world(run.world)
@@ -312,10 +314,12 @@ def loop(run) -> OSError | None:
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
-    run.stop = stop = StopRequest(alone=run.world.num_processes == 1)
+    stop = run.stop
     clock, launched = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run)), None
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
+    if start > run.max_steps:  # resume has said so
+        return None
     look_ahead(run, start - 1)
     agree_to_stop(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
@@ -329,7 +333,7 @@ def loop(run) -> OSError | None:
                 agree_to_stop(run)
                 clock.pause()
         if stopping and step == 0 and not run.model.sharing.anybody(stop.lost_output is not None):
-            end_on_bad_data(run)
+            end_on_failure(run)
             end_alike(run, KeyboardInterrupt("interrupted"), INTERRUPT_CODE)  # nothing is trained that a checkpoint could keep
         if last or stopping:
             break
@@ -354,8 +358,9 @@ def loop(run) -> OSError | None:
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
     run.speed_log.close()
+    agree_to_stop(run)  # as nothing of these could be written, for one
     if stop.agreed:
-        end_on_bad_data(run)
+        end_on_failure(run)
     return stop.lost_output
 
 
@@ -433,15 +438,15 @@ def bad_data_stops(run):
         run.stop.cannot_go_on(error)
 
 
-def end_on_bad_data(run):
-    """All ranks end here, if any of them met data that it cannot go on with: the lowest of those says it."""
+def end_on_failure(run):
+    """All ranks end here, if any of them met something that it cannot go on with: the lowest of those says it."""
     world, error, newest = run.world, run.stop.error, run.checkpoints.newest
     speaker = smallest(world, world.rank if error else world.num_processes)
     if speaker == world.rank:
         kept = f"; step {newest} is kept in {run.settings.output_dir}: once that is mended, -y 1 goes on there"
         raise UserError(f"{error}" + kept * (newest is not None))
     if speaker < world.num_processes:
-        raise RankLost(f"rank {speaker} met data that it cannot go on with", INPUT_CODE, said_elsewhere=True)
+        raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)
 
 
 def may_skip(s: Settings) -> bool:

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -375,14 +375,35 @@ def peak_resident_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
 
 
-def available_host_bytes(container: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory the machine could still hand out without swapping, or this container, if it has a limit (Linux). What caches files is free."""
+def available_host_bytes(mount: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory the machine could still hand out without swapping, or the container or job that this process belongs to, if one has a limit
+    (Linux). What caches files is free."""
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    left = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for folder, limit_name, used_name, prefix in _control_groups(mount, groups):
+        with suppress(OSError, ValueError, KeyError):  # no such file, as outside of what a container sees, or "max"
+            limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
+            kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left.append(limit - used + int(kinds[prefix + "active_file"]) + int(kinds[prefix + "inactive_file"]))
+    return max(0, min(left))
+
+
+def _control_groups(mount: Path, groups: Path):
+    """This process's own and all above it, any of which may limit memory: folder, names of the files with limit and use, and what a name
+    in its memory.stat begins with where it counts the groups below too. Source: Linux, cgroup-v2.rst and cgroup-v1/memory.rst."""
     try:
-        limit, used = (int((container / f"memory.{what}").read_text()) for what in ("max", "current"))
-        kinds = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
-        return min(available, limit - used + int(kinds["active_file"]) + int(kinds["inactive_file"]))
-    except (OSError, ValueError):  # no such file, or "max"
-        return available
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, names = mount, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts) + 1):
+            yield root.joinpath(*parts[:depth]), *names

@@ -15,9 +15,19 @@ class UserError(Exception):
     """
 
 
+FULL_DISK, DENIED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
 def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
     """The UserError for an OSError met while `doing` something ("writing the model") at `path`."""
-    return UserError(f"{doing} failed at {path}: {error.strerror or error}; make room or fix the permissions, then run again")
+    advice = {**dict.fromkeys(FULL_DISK, "make room"), **dict.fromkeys(DENIED, "fix the permissions, or choose another place")}
+    what_to_do = advice.get(error.errno, "look at what is there, and whether that disk is well")
+    return UserError(f"{doing} failed at {path}: {error.strerror or error}; {what_to_do}, then run again")
+
+
+def raise_error(error: Exception):
+    """What is done about an error where nobody says anything else."""
+    raise error
 
 
 class NotEnoughMemory(Exception):
@@ -57,7 +67,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
-LOST_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what print meets: | head -1, a full disk, a gone terminal
+LOST_OUTPUT = {errno.EPIPE, errno.EIO} | FULL_DISK  # what print meets: | head -1, a full disk, a gone terminal
 
 
 def code_of_lost_output(error: OSError) -> int:
@@ -73,6 +83,23 @@ def tell_lost_output(error: OSError) -> int:
     if error.errno != errno.EPIPE:
         print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
     return OUTPUT_CODE
+
+
+def code_of_os_error(error: OSError) -> int:
+    """The exit code, after one sentence, for a path that cannot be used or where print failed. Raises `error` again if it is neither."""
+    if error.filename and error.strerror:
+        return end_with(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", INPUT_CODE)
+    return code_of_lost_output(error)
+
+
+def fill_closed_streams() -> None:
+    """Give a process that was started without standard output or errors (`>&-`) ones that go nowhere, before the first file that is
+    opened takes their number, and with it what is printed."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            while (nowhere := os.open(os.devnull, os.O_RDWR)) < number:
+                pass  # standard input is closed too
+            setattr(sys, name, open(nowhere, "w"))
 
 
 def _can_print() -> bool:
@@ -91,6 +118,7 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
     """Call main() as a program: a UserError, or a path that cannot be used, is one line on stderr and INPUT_CODE, Ctrl-C `on_interrupt` and
     INTERRUPT_CODE."""
     code = 0
+    fill_closed_streams()
     try:
         try:
             main()
@@ -102,10 +130,7 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
     except KeyboardInterrupt:
         code = end_with(on_interrupt, INTERRUPT_CODE)
     except OSError as error:
-        if error.filename and error.strerror:
-            code = end_with(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", INPUT_CODE)
-        else:
-            code = code_of_lost_output(error)
+        code = code_of_os_error(error)
     sys.exit(code)
 
 

@@ -1,5 +1,5 @@
-"""SIGINT, SIGTERM, SIGHUP, the loss of who reads what is printed, and data that cannot be trained on, as a question the loop asks between
-steps: should we stop?"""
+"""SIGINT, SIGTERM, SIGHUP, the loss of who reads what is printed, data that cannot be trained on, and a log that cannot be written, as a
+question the loop asks between steps: should we stop?"""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class StopRequest:
             signal.signal(signal.SIGHUP, self._remember)
 
     def cannot_go_on(self, error: Exception):
-        """Ask because the next step, or a validation, is impossible. The first error counts."""
+        """Ask because the next step, or a validation, or what is to be written of them, is impossible. The first error counts."""
         self.error = self.error or error
         self._ask()
 

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from llmc.errors import full_disk_or_denied
+from llmc.errors import full_disk_or_denied, raise_error
 
 LOG_NAME, SPEED_NAME = "main.log", "speed.log"
 NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
@@ -15,21 +15,21 @@ class Logger:
 
     What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
 
-    A fresh run (resume_step None) empties the file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped
+    Nothing changes before the first line: what refuses or ends a run before that leaves the log of an earlier one. Then a fresh run
+    (resume_step None) empties the file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped
     first. llm.c leaves them, and a plot then runs backwards: steps s.. appear twice. The weights those lines measured are gone, and
     the resumed run measures the same steps again, so the file reads as if nothing had happened.
+
+    Raises UserError where the file cannot be opened. What cannot be written goes to failed(UserError), once; then nothing more is written.
     """
 
-    def __init__(self, folder: str | Path | None, resume_step: int | None = None, name: str = LOG_NAME):
-        self._file, self._kept = None, frozenset()
+    def __init__(self, folder: str | Path | None, resume_step: int | None = None, name: str = LOG_NAME, failed=raise_error):
+        self._file, self._kept, self._resume_step, self._failed, self._begun = None, frozenset(), resume_step, failed, False
         if not folder:
             return
         self._path = Path(folder) / name
         try:
-            if resume_step is not None and self._path.exists():
-                self._kept = _drop_lines_beyond(resume_step, self._path)
-            # kept open and line buffered: 2 us per line, 9 with opening and closing
-            self._file = open(self._path, "w" if resume_step is None else "a", buffering=1, encoding="utf-8", newline="\n")
+            self._open()
         except OSError as error:
             raise full_disk_or_denied(error, self._path, "opening the log") from error
 
@@ -50,20 +50,41 @@ class Logger:
         self._write(f"s:{step} ms:{dt_ms:.2f} tok/s:{tokens_per_s:.1f}\n")
 
     def close(self) -> None:
-        """Write no more."""
+        """The run is over: write no more."""
+        self._write("")
+        self._let_go()
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            if not self._begun:
+                self._begin()
+            if line not in self._kept:
+                self._file.write(line)
+        except OSError as error:
+            with suppress(OSError):  # of the same line, which is still in a buffer; left open, Python 3.13 would tell of it at exit
+                self._let_go()
+            self._failed(full_disk_or_denied(error, self._path, "writing the log"))
+
+    def _begin(self):
+        """Drop what an earlier run wrote and this one does not go on from."""
+        self._begun = True
+        if self._resume_step is None:
+            self._file.truncate(0)
+        else:
+            self._kept = _drop_lines_beyond(self._resume_step, self._path)
+            self._file.close()
+            self._open()
+
+    def _open(self):
+        # kept open and line buffered: 2 us per line, 9 with opening and closing
+        self._file = open(self._path, "a", buffering=1, encoding="utf-8", newline="\n")
+
+    def _let_go(self):
         file, self._file = self._file, None
         if file:
             file.close()
-
-    def _write(self, line: str) -> None:
-        if self._file is None or line in self._kept:
-            return
-        try:
-            self._file.write(line)
-        except OSError as error:
-            with suppress(OSError):  # of the same line, which is still in a buffer; left open, Python 3.13 would tell of it at exit
-                self.close()
-            raise full_disk_or_denied(error, self._path, "writing the log") from error
 
 
 def format_step_line(

@@ -83,11 +83,12 @@ PEAKS = {
 OTHER_HARDWARE = ("Laptop", "Mobile", "with Max-Q", "MIG")
 
 
-def promised_tflops(device_name: str, precision: str) -> float | None:
+def promised_tflops(device_name: str, precision: str, tf32: bool = True) -> float | None:
     """Peak TFLOP/s of the card the driver calls `device_name`, or None if it is not in the table or cannot do it.
 
-    precision is "bf16", or "fp32", which means TF32 where the card has it. The row with the longest name that occurs in
-    `device_name`, word for word, wins: "NVIDIA H100 80GB HBM3" finds H100, "NVIDIA A100-SXM4-40GB" does not find A10.
+    precision is "bf16", or "fp32", which means TF32 where the card has it; without `tf32` the table knows only cards that lack it.
+    The row with the longest name that occurs in `device_name`, word for word, wins: "NVIDIA H100 80GB HBM3" finds H100,
+    "NVIDIA A100-SXM4-40GB" does not find A10.
     """
     assert precision in ("bf16", "fp32"), precision
     words = _words(device_name)
@@ -95,7 +96,9 @@ def promised_tflops(device_name: str, precision: str) -> float | None:
         return None
     found = [name for name in PEAKS if _occurs(_words(name), words)]
     bf16, fp32 = PEAKS[max(found, key=len)] if found else (None, None)
-    return bf16 if precision == "bf16" else fp32
+    if precision == "bf16":
+        return bf16
+    return fp32 if tf32 or bf16 is None else None
 
 
 def flops_per_token(num_parameters: int, L: int, C: int, T: int) -> int:

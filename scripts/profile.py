@@ -219,7 +219,7 @@ def measure_limits(run) -> Limits:
     best_ms = min(time_each(backend, [partial(b.copy_, a)] * 10))
     n_bytes = a.nbytes + b.nbytes
     del a, b
-    promised = backend.kind == "cuda" and promised_tflops(backend.name, precision)
+    promised = backend.kind == "cuda" and promised_tflops(backend.name, precision, run.settings.tf32)
     tflops = measure_matmul_tflops(backend, precision) if promised else run.peak_tflops  # which was measured a moment ago
     return Limits(n_bytes / best_ms / 1e6, tflops)
 

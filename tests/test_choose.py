@@ -198,9 +198,30 @@ def test_the_reason_names_no_step_where_any_number_is_allowed():
 def test_files_in_a_container_s_cache_are_free_memory(tmp_path):
     for name, content in {"max": 2**30, "current": 900 * 2**20, "stat": "anon 5\nactive_file 104857600\ninactive_file 209715200"}.items():
         (tmp_path / f"memory.{name}").write_text(f"{content}\n")
-    assert available_host_bytes(tmp_path) == (1024 - 900 + 300) * 2**20
+    (tmp_path / "groups").write_text("0::/\n")
+    assert available_host_bytes(tmp_path, tmp_path / "groups") == (1024 - 900 + 300) * 2**20
     (tmp_path / "memory.max").write_text("max\n")
-    assert available_host_bytes(tmp_path) > 2**30
+    assert available_host_bytes(tmp_path, tmp_path / "groups") > 2**30
+    assert available_host_bytes(tmp_path, tmp_path / "no such file") > 2**30
+
+
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("limited", ["", "batch", "batch/job_7", "batch/job_7/step_0"])
+def test_the_memory_limit_of_a_job_s_group_counts_and_that_of_any_above_it(tmp_path, version, limited):
+    """Version 1 counts what lies below in lines of its own. Some groups may be out of sight, as from a container."""
+    root = tmp_path / ("" if version == 2 else "memory")
+    limit, used, cached = ("max", "current", "") if version == 2 else ("limit_in_bytes", "usage_in_bytes", "total_")
+    for name in ("", "batch", "batch/job_7", "batch/job_7/step_0", "batch/job_8"):
+        if name == "batch" != limited:
+            continue  # out of sight
+        folder, mine = root / name, 300 if name == limited else 900 if name != "batch/job_8" else 100
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"memory.{limit}").write_text(f"{mine << 20}\n")
+        (folder / f"memory.{used}").write_text(f"{200 << 20}\n")
+        (folder / "memory.stat").write_text(f"active_file 0\ninactive_file 0\n{cached}active_file {10 << 20}\n{cached}inactive_file 0\n")
+    groups = tmp_path / "groups"
+    groups.write_text("0::/batch/job_7/step_0\n" if version == 2 else "9:cpu:/\n4:memory,x:/batch/job_7/step_0\n0::/batch/job_7/step_0\n")
+    assert available_host_bytes(tmp_path, groups) == (300 - 200 + 10) << 20
 
 
 # ----------------------------------------------------------------------------

@@ -614,8 +614,8 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_kept(case, name):
 def test_a_folder_in_the_place_of_a_log_or_the_record_is_a_sentence_and_changes_nothing(case, name):
     (case / name).unlink()
     (case / name).mkdir()
-    doing = "writing the memory record" if name.endswith("json") else "opening the log"
-    refused(case, [*inputs(case), RESUME], f"{doing} failed at {name}", "directory")
+    words = f"{name} is a directory; expected a file" if name.endswith("json") else f"opening the log failed at {name}: Is a directory"
+    refused(case, [*inputs(case), RESUME], words)
 
 
 def test_removing_done_as_the_sentence_says_resumes_from_the_checkpoint_before(case):
@@ -743,24 +743,37 @@ def test_a_full_disk_for_real_leaves_the_earlier_checkpoint(case, limit, what):
 
 
 @pytest.mark.parametrize("name", ["main.log", "speed.log"])
-def test_a_disk_too_full_for_a_log_alone_is_a_sentence_and_nothing_more(case, name):
-    """A limit just above what the log holds: the line that does not fit ends the run, and closing the file at exit must stay quiet."""
-    path = case / "log" / name
+def test_a_disk_too_full_for_a_log_alone_costs_no_step(case, name):
+    """A limit just above what the log holds: the line that does not fit ends the run, after a checkpoint from which it goes on, and closing
+    the file at exit must stay quiet."""
+    path, argv = case / "log" / name, [*inputs(case), "-b 4 -t 32 -x 9", QUIET, "-y 1 -o", case / "log"]
     with open(path, "a") as file:
-        file.write("# " + "x" * 90_000 + "\n")  # so that everything else that is written has room; a resumed log keeps such a line
+        file.write("# " + "x" * 3_000_000 + "\n")  # so that everything else that is written has room; a resumed log keeps such a line
     limit = path.stat().st_size + 10
-    assert limit > 2 * (case / "log" / "memory.json").stat().st_size
-    result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")
+    assert limit > (case / "log" / STATE).stat().st_size
+    result = run_limited("RLIMIT_FSIZE", limit, *argv)
     assert result.returncode == 2 and result.stderr.startswith(f"error: writing the log failed at {path}: File too large"), result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.endswith(f"; step 5 is kept in {case}/log: once that is mended, -y 1 goes on there\n"), result.stderr
+    assert result.stderr.count("\n") == 1 and "resuming at step 5" in ran(*argv)
 
 
-def test_a_disk_too_full_for_the_record_is_a_sentence_and_keeps_the_earlier_one(case):
-    before, limit = contents(case), (case / "log" / "memory.json").stat().st_size // 2
-    result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6", QUIET, "-y 1 -o", case / "log")
-    assert result.returncode == 2 and result.stderr.startswith("error: writing the memory record failed at"), result.stderr
-    assert result.stderr.count("\n") == 1 and "File too large; make room" in result.stderr, result.stderr
-    assert contents(case) == before
+@pytest.mark.parametrize("phase, step", [("first step", 5), ("end", 9)])
+def test_a_record_that_cannot_be_written_costs_no_step_and_keeps_the_earlier_one(case, phase, step):
+    argv, real, before = [*inputs(case), RESUME, "-x 9"], os.replace, (case / "log" / "memory.json").read_bytes()
+
+    def denied(source, target):
+        if target.name == "memory.json" and json.loads(source.read_text())["measured"][-1]["phase"] == phase:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(source, target)
+
+    with patch("os.replace", denied):
+        ended = run(*argv)
+    assert ended.code == 2 and ended.err == (
+        "error: writing the memory record failed at log/memory.json: Permission denied; fix the permissions, or choose another place, "
+        f"then run again; step {step} is kept in log: once that is mended, -y 1 goes on there\n"
+    )
+    assert find_last_step(case / "log") == step and (phase == "end" or (case / "log" / "memory.json").read_bytes() == before)
+    ran(*argv)
 
 
 # ----------------------------------------------------------------------------
@@ -785,6 +798,7 @@ STREAMS = {  # command -> exit code of the program, what stderr holds
     "too long a bench": ("$SCRIPTS/bench.py -b 1 -t 1030 --only ours > /dev/null; echo $?", 2, "error: -t 1030: the model knows 1024"),
     "a script's path that nobody may have": (f"$SCRIPTS/plot_log.py {'x' * 300}; echo $?", 2, "x: File name too long; check the path, its"),
     "a script's error without stdout": ("exec 3>&1; $SCRIPTS/plot_log.py nothing >&- 3>&3; echo $? >&3", 2, "error: "),
+    "no stdout and no stderr": ("exec 3>&1; $TRAIN --version >&- 2>&- <&- 3>&3; echo $? >&3", 0, ""),
     "an error without stdout": ("exec 3>&1; $TRAIN -b x >&- 3>&3; echo $? >&3", 2, "error: -b"),
     "help without stdin": ("$TRAIN --version <&- > /dev/null; echo $?", 0, ""),
     "version into a pipe nobody reads": ("$TRAIN --version | true; echo ${PIPESTATUS[0]}", (0, 1), ""),

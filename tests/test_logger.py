@@ -59,9 +59,14 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
-def test_a_fresh_run_empties_the_log(name, tmp_path):
+def test_a_fresh_run_empties_the_log_with_its_first_line_or_its_end(name, tmp_path):
+    """Before that, whatever ends it has cost nothing."""
     run(Logger(tmp_path, name=name), range(5))
-    Logger(tmp_path, name=name)
+    before, log = text(tmp_path, name), Logger(tmp_path, name=name)
+    assert text(tmp_path, name) == before
+    run(log, range(1))
+    assert text(tmp_path, name).count("\n") == (2 if name == LOG_NAME else 1)
+    Logger(tmp_path, name=name).close()
     assert text(tmp_path, name) == ""
 
 
@@ -107,7 +112,9 @@ def test_a_longer_run_keeps_the_last_validation_of_the_shorter_one(tmp_path):
 
 def test_lines_in_another_form_survive_a_resume(tmp_path):
     (tmp_path / "main.log").write_text("# second node\ns:x y\ns:5 trl:1.0000 lr:0.1 norm:1.00\n")
-    Logger(tmp_path, resume_step=2)
+    log = Logger(tmp_path, resume_step=2)
+    assert "s:5 trl" in text(tmp_path)
+    log.close()
     assert text(tmp_path) == "# second node\ns:x y\n"
 
 
@@ -122,15 +129,16 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full to write to")
-def test_a_full_disk_stops_with_a_sentence():
-    log = Logger(None)
-    log._path, log._file = "/dev/full", open("/dev/full", "w", buffering=1)
+def test_a_full_disk_is_told_once_in_a_sentence():
+    told = []
+    log = Logger(None, resume_step=1, failed=told.append)
+    log._path, log._file, log._begun = "/dev/full", open("/dev/full", "w", buffering=1), True
     file = log._file
-    with pytest.raises(UserError, match="writing the log failed at /dev/full"):
-        log.val(0, 1.0)
+    log.val(0, 1.0)
     assert file.closed, "or Python would try once more, and from 3.13 on tell of it"
     log.val(0, 1.0)
     log.close()
+    assert [str(error) for error in told] == ["writing the log failed at /dev/full: No space left on device; make room, then run again"]
 
 
 def test_a_line_is_with_the_system_at_once_and_opens_no_file(tmp_path, monkeypatch):

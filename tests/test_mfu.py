@@ -59,6 +59,11 @@ def test_a_card_is_found_under_its_driver_s_name(name):
     assert promised_tflops(name, "bf16") == (bf16 and pytest.approx(bf16, rel=0.01))
 
 
+def test_without_tf32_only_cards_that_lack_it_promise_anything_in_fp32():
+    assert [promised_tflops("NVIDIA H200", precision, tf32=False) for precision in ("bf16", "fp32")] == [989.4, None]
+    assert promised_tflops("Tesla V100-SXM2-16GB", "fp32", tf32=False) == promised_tflops("Tesla V100-SXM2-16GB", "fp32") > 15
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_card_a_laptop_s_or_a_slice_promises_nothing(name):
     assert promised_tflops(name, "bf16") is None and promised_tflops(name, "fp32") is None

@@ -33,7 +33,7 @@ def test_a_peak_is_that_since_the_start_though_a_later_reading_may_be_lower(reco
     memory = record(90, 500, 480, 510)
     for step, name in enumerate(("build", "first step", "evaluation")):
         memory.phase(name, step)
-    memory.start()
+    memory.go_ahead()
     memory.end(7, 2.0, 1000)
     assert [(row["phase"], row["step"], row["peak_bytes"], row["over_baseline_bytes"]) for row in written(tmp_path)["measured"]] == [
         ("build", 0, 100, 0), ("first step", 1, 500, 400), ("evaluation", 2, 500, 400), ("end", 7, 510, 410),
@@ -43,13 +43,26 @@ def test_a_peak_is_that_since_the_start_though_a_later_reading_may_be_lower(reco
 
 def test_a_phase_counts_when_it_first_ends(record, tmp_path):
     memory = record(200, 300)
+    memory.go_ahead()
     for step in range(3):
         memory.phase("sampling", step)
-    memory.start()
-    assert [row["step"] for row in written(tmp_path)["measured"]] == [0]
+        assert [row["step"] for row in written(tmp_path)["measured"]] == [0]
 
 
 def test_nothing_is_written_before_the_run_goes_ahead(record, tmp_path):
     """An earlier run's record stays when a resume is refused."""
-    record(200).phase("build", 0)
+    memory = record(200, 300)
+    memory.phase("build", 0)
+    memory.go_ahead()
     assert not (tmp_path / RECORD_NAME).exists()
+    memory.phase("first step", 1)
+    assert [row["phase"] for row in written(tmp_path)["measured"]] == ["build", "first step"]
+
+
+def test_a_record_that_cannot_be_written_is_told_once(record, tmp_path):
+    memory, told = record(200, 300), []
+    memory.go_ahead(told.append)
+    (tmp_path / RECORD_NAME).mkdir()
+    for step, name in enumerate(("first step", "evaluation")):
+        memory.phase(name, step)
+    assert [str(error).partition(":")[0] for error in told] == [f"writing the memory record failed at {tmp_path / RECORD_NAME}"]

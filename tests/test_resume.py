@@ -219,11 +219,11 @@ def test_a_run_resumed_at_its_last_step_measures_again_and_changes_nothing(case,
 def test_a_checkpoint_beyond_the_last_step_says_that_nothing_is_left_to_do(case, tmp_path):
     argv = [*inputs(case), SMALL, "-v 2 -m 1 -s 0 -n 4 -o", tmp_path]
     ran(*argv, "-x 4")
-    before = but_record(tmp_path)
-    out = ran(*argv, "-x 3 -y 1")
-    assert "step 4 is beyond -x 3" in out and "val loss" not in out and not losses(out)
-    assert but_record(tmp_path) == before
-    assert [name for name, _ in phases(tmp_path)] == ["build", "resume", "end"]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for steps in (3, 0):
+        out = ran(*argv, "-x", steps, "-y 1")
+        assert f"step 4 is beyond -x {steps}" in out and "val loss" not in out and not losses(out)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_checkpoint_without_an_extra_file_resumes(case, tmp_path):
@@ -626,6 +626,61 @@ def test_a_first_step_that_cannot_be_trained_ends_a_run_that_has_lost_nothing(ca
     assert ("; step 2 is kept in" in ended.err) == resumed and but_record(folder) == before
 
 
+@pytest.mark.parametrize("ends", ["bad data", "a signal", "a missing file"])
+def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case, tmp_path, monkeypatch, ends):
+    """That of an earlier run, which it would have replaced."""
+    data, folder = shutil.copytree(case, tmp_path / "data"), tmp_path / "log"
+    argv = [*inputs(data), SMALL, "-v 4 -m 2 -s 0 --kernels torch -o", folder]
+    ran(*argv, "-x 4 -n 2")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if ends == "bad data":
+        for path in data.glob("train_*.bin"):
+            path.write_bytes(path.read_bytes()[:1024] + b"\x60\0" * (path.stat().st_size // 2 - 512))
+    elif ends == "a missing file":
+        (data / "val.bin").unlink()
+    else:
+        losses_of = GPT2.token_losses
+        monkeypatch.setattr(GPT2, "token_losses", lambda *args: (signal.raise_signal(signal.SIGTERM), losses_of(*args))[1])
+    ended = run(*argv, "-x 9")
+    assert ended.code == (130 if ends == "a signal" else 2) and not losses(ended.out)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_path):
+    argv = [*inputs(case), SMALL, QUIET, "-x 60 -n 1000 -o", tmp_path]
+    process = start(*argv)
+    for line in process.stdout:
+        if line.startswith("step    2/"):
+            break
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        for more in ("", "-y 1"):
+            ended = run(*argv, more)
+            assert ended.code == 2 and f"error: {tmp_path} is being written by process {process.pid} on " in ended.err, ended.err
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+        process.kill()
+    process.wait()
+    assert "step    2/" in ran(*argv, "-x 2"), "who is gone holds nothing"
+
+
+def test_a_run_without_standard_output_trains_and_hears_signals(case, tmp_path):
+    """Nor standard input, nor errors: none of its files may take their numbers, which others print to."""
+    argv = [*inputs(case), SIGNALLED, "-n 1000 -o"]
+    command = [sys.executable, "train_gpt2.py", *words_of([*argv, tmp_path / "log"])]
+    process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], cwd=REPO)
+    while not (tmp_path / "log" / "speed.log").exists() or len(timed_steps(tmp_path / "log")) < 5:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=240) == 0
+    done = len(timed_steps(tmp_path / "log"))
+    assert steps_in(tmp_path / "log") == [done] and 5 <= done < 60
+    ran(*argv, tmp_path / "log", "-y 1")
+    assert_same_end(tmp_path / "log", reference(case, 1000), 60)
+
+
 def test_a_run_that_nobody_reads_any_more_leaves_a_checkpoint_and_goes_on_from_there(case, tmp_path):
     """As `| head` does it: exit code 1, and no word on stderr. The end is the straight run's."""
     argv = [*inputs(case), SIGNALLED, "-n 1000 -nk 2 -o", tmp_path]
@@ -693,7 +748,8 @@ def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path,
     which 0 would promise."""
     argv = [*inputs(case), "-b 4 -t 32 -x 3 -v 1 -m 1000000 -n 1 -s 0 -o", tmp_path]
     code, out, err = interrupt(start(*argv), number, " -> estimated", 0.3)
-    assert (code, err) == (130, "interrupted before the first step; nothing was lost\n") and "val loss" not in out and not losses(out)
+    assert (code, err) == (130, "interrupted before the first step; no checkpoint has changed\n")
+    assert "val loss" not in out and not losses(out)
     assert f"{number.name}: finishing this step" in out and steps_in(tmp_path) == []
     assert (tmp_path / "main.log").read_text() == (tmp_path / "speed.log").read_text() == ""
 

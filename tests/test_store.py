@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import struct
 from pathlib import Path
 
@@ -114,27 +115,55 @@ def test_rotation_is_llmc_s(step, every, keep, major_every, expected):
 def test_a_prepared_folder_has_no_temporary_files_but_everything_else(tmp_path):
     """Made with its parents; a crashed run's half files go, a user's files stay."""
     folder = tmp_path / "a" / "b"
-    store.prepare_folder(folder)
-    assert folder.is_dir() and os.listdir(folder) == []
+    with store.held_folder(folder):
+        assert folder.is_dir()
+    assert os.listdir(folder) == []
     ours = ["model_00000010.bin", "state_00000010_00000.bin", "extra_00000010_00000.json", "DONE_00000010"]
     kept = [*ours, "notes.tmp", "main.log", "model_best.bin.tmp"]
     for name in [*kept, *(f"{name}.tmp" for name in ours)]:
         (folder / name).touch()
-    store.prepare_folder(folder)
+    with store.held_folder(folder):
+        assert sorted(os.listdir(folder)) == sorted([*kept, store.LOCK_NAME])
     assert sorted(os.listdir(folder)) == sorted(kept)
 
 
 def test_an_unwritable_folder_is_refused_before_training(tmp_path, monkeypatch):
     """A file in its place, a read-only disk, a full one."""
     (tmp_path / "log").touch()
-    with pytest.raises(UserError, match="log is a file; expected a folder"):
-        store.prepare_folder(tmp_path / "log")
-    with pytest.raises(UserError, match="preparing the output folder failed at .*log/run.*Not a directory"):
-        store.prepare_folder(tmp_path / "log" / "run")
+    with pytest.raises(UserError, match="log is a file; expected a folder"), store.held_folder(tmp_path / "log"):
+        pass
+    with pytest.raises(UserError, match="preparing the output folder failed at .*log/x.*Not a dir"), store.held_folder(tmp_path / "log/x"):
+        pass
     for code, words in ((errno.EROFS, "Read-only"), (errno.ENOSPC, "No space left")):
         monkeypatch.setattr(store.tempfile, "NamedTemporaryFile", raising(code))
-        with pytest.raises(UserError, match=f"{tmp_path}.*{words}"):
-            store.prepare_folder(tmp_path)
+        with pytest.raises(UserError, match=f"{tmp_path}.*{words}"), store.held_folder(tmp_path):
+            pass
+        assert os.listdir(tmp_path) == ["log"]
+
+
+def test_a_folder_is_held_once_and_whoever_waits_gets_it_afterwards(tmp_path, monkeypatch):
+    """Also where the file of the one before is gone when its lock is free; and where a file system has no locks, with a word about it."""
+    (tmp_path / store.LOCK_NAME).write_text("of a run that was killed, which has a longer name than any other has")
+    with store.held_folder(tmp_path):
+        other = f"{tmp_path} is being written by process {os.getpid()} on {socket.gethostname()}; wait for its end, stop it, or choose"
+        for _ in range(2):
+            with pytest.raises(UserError, match=other), store.held_folder(tmp_path):
+                pass
+        assert os.listdir(tmp_path) == [store.LOCK_NAME]
+    real, once = store.fcntl.flock, [lambda: (tmp_path / store.LOCK_NAME).unlink()]
+    monkeypatch.setattr(store.fcntl, "flock", lambda *args: (once and once.pop()(), real(*args)))
+    with store.held_folder(tmp_path):
+        assert not once and os.listdir(tmp_path) == [store.LOCK_NAME]
+        with pytest.raises(UserError, match="is being written"), store.held_folder(tmp_path):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_locks_is_used_with_a_word_about_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(store.fcntl, "flock", raising(errno.ENOLCK))
+    with store.held_folder(tmp_path):
+        assert f"note: {tmp_path} cannot be locked (No locks available), so nothing would stop a second run" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_denied_done_or_deletion_is_one_sentence(tmp_path, monkeypatch):

@@ -4,9 +4,12 @@ A checkpoint is complete when its empty DONE file exists. DONE is written last a
 stand over missing files.
 """
 
+import fcntl
 import os
 import re
+import socket
 import tempfile
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmc.checkpoint.state_file import read_num_processes
@@ -114,22 +117,65 @@ TEMPORARY = re.compile(
 )
 
 
-def prepare_folder(folder) -> None:
-    """Create the folder, prove that it can be written, and remove the temporary files of a crashed run.
+LOCK_NAME = ".lock"
 
-    One rank calls this before any rank writes a checkpoint. Raises UserError when the folder cannot be made or written.
+
+@contextmanager
+def held_folder(folder):
+    """Create the folder, prove that it can be written, and remove the temporary files of a crashed run. No other run gets it meanwhile, as
+    two would write the same files.
+
+    One rank holds it, from before any rank writes a checkpoint to the end of the run. Raises UserError when the folder is held by another
+    run, or cannot be made or written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not os.path.isdir(folder):  # unlike Path's, these never raise OSError
         found = "a file" if os.path.exists(folder) else "a link to nowhere"
         raise UserError(f"{folder} is {found}; expected a folder to write checkpoints and the log to, so choose another name")
-    try:
+    with _refusals_told(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="writable_", suffix=".tmp") as file:
-            file.write(bytes(1))  # a full disk still makes empty files
-            file.flush()
-        for name in os.listdir(folder):
-            if TEMPORARY.fullmatch(name):
-                (folder / name).unlink()
+        lock = _lock(folder / LOCK_NAME)
+    try:
+        with _refusals_told(folder):
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="writable_", suffix=".tmp") as file:
+                file.write(bytes(1))  # a full disk still makes empty files
+                file.flush()
+            for name in os.listdir(folder):
+                if TEMPORARY.fullmatch(name):
+                    (folder / name).unlink()
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / LOCK_NAME).unlink()
+        lock.close()
+
+
+@contextmanager
+def _refusals_told(folder: Path):
+    try:
+        yield
     except OSError as error:
         raise full_disk_or_denied(error, folder, "preparing the output folder") from error
+
+
+def _lock(path: Path):
+    """The open file, which nobody else has locked. The system lets go of it however a process ends; then the file may stay and means
+    nothing. Raises UserError where another process has it."""
+    while True:
+        lock = open(path, "a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "another run"
+            lock.close()
+            raise UserError(f"{path.parent} is being written by {owner}; wait for its end, stop it, or choose another -o") from None
+        except OSError as error:  # of some network's file systems
+            print(f"note: {path.parent} cannot be locked ({error.strerror}), so nothing would stop a second run in it; do not start one")
+        if path.exists() and os.path.samestat(os.stat(path), os.fstat(lock.fileno())):  # else who held it has just removed it
+            break
+        lock.close()
+    lock.truncate(0)
+    with suppress(OSError):  # a full disk, which is told in a moment
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return lock

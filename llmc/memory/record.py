@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmc import __version__
+from llmc.errors import UserError, raise_error
 from llmc.files import write_atomically
 from llmc.memory.plan import Plan
 from llmc.memory.report import options_json, tensor_rows
@@ -13,7 +14,7 @@ RECORD_NAME = "memory.json"
 
 
 class MemoryRecord:
-    """DIR/memory.json, from start() on written anew whenever a phase ends for the first time; without a folder, nothing.
+    """DIR/memory.json, written anew whenever a phase ends for the first time after go_ahead(); without a folder, nothing.
 
     plan      options, bytes of every arena and column, total, and every tensor
     flags     every setting of the command line
@@ -24,7 +25,7 @@ class MemoryRecord:
 
     def __init__(self, folder, plan: Plan, settings, backend):
         self._path = Path(folder) / RECORD_NAME if folder else None
-        self._backend, self._phases, self._started = backend, set(), False
+        self._backend, self._phases, self._failed = backend, set(), None
         self._baseline = self._peak = backend.baseline_bytes()
         self._values = {
             "version": __version__,
@@ -46,7 +47,7 @@ class MemoryRecord:
         }  # fmt: skip
 
     def phase(self, name: str, step: int) -> None:
-        """The first time a phase ends: the peak so far, written down. Raises UserError where the disk is full or denies."""
+        """The first time a phase ends: the peak so far, written down."""
         if name in self._phases:
             return
         self._phases.add(name)
@@ -55,10 +56,14 @@ class MemoryRecord:
         self._values["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
         self._write()
 
-    def start(self) -> None:
-        """The run goes ahead: from now on its record replaces that of an earlier run, which a refused resume leaves alone."""
-        self._started = True
-        self._write()
+    def go_ahead(self, failed=raise_error) -> None:
+        """From the next phase on this record replaces that of an earlier run, which a refused resume leaves alone.
+
+        failed(UserError) is told where the disk is full or denies. Raises UserError where a folder has its name.
+        """
+        if self._path and self._path.is_dir():
+            raise UserError(f"{self._path} is a directory; expected a file, or nothing, where the memory record is written: move it away")
+        self._failed = failed
 
     def end(self, step: int, average_step_ms: float, tokens_per_step: int) -> None:
         """The run is over."""
@@ -67,6 +72,10 @@ class MemoryRecord:
         self.phase("end", step)
 
     def _write(self):
-        if not self._path or not self._started:
+        if not self._path or not self._failed:
             return
-        write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")
+        try:
+            write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")
+        except UserError as error:
+            self._path = None
+            self._failed(error)
