@@ -520,14 +520,6 @@ class GPT2:
 
         self.run("update", update)
 
-    def round_weights_from_master(self):
-        """Make the bf16 weights from the master again, with the last update's seeds: the same bits."""
-        flat = self.sharing.updated()
-        for tensor, piece in self._weight_pieces():
-            values = read_master(flat, piece, tensor.seed, self.acts)
-            write_master(flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
-        self.sharing.spread()
-
     def master_pieces(self):
         """The fp32 weights that the next update of this rank starts from, flat, in the order of its arenas, a piece at a time; each is
         overwritten by the next."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot
+from llmc.checkpoint.writer import WriteAtOnce
 from llmc.config import ModelConfig
 from llmc.data.walk import LoaderState
 from llmc.memory.tables import PARAMETERS, resolve, sizes_of
@@ -83,3 +85,11 @@ class NoLoader:
     def state(self) -> LoaderState:
         none = np.zeros(0, np.int32)
         return LoaderState(False, 0, 0, none, 0, none, b"")
+
+
+def save_snapshot(folder, step, model, loader, extra, *, master_weights):
+    """Write model, state and extra files of `step`, then DONE, at once. Arguments and errors are begin_snapshot's."""
+    writer = WriteAtOnce()
+    begin_snapshot(writer, folder, step, model, loader, extra, master_weights=master_weights)
+    await_all(writer, model.sharing)
+    end_snapshot(writer, folder, model)

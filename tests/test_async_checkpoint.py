@@ -23,7 +23,7 @@ from unittest.mock import patch
 import pytest
 import ranks_program
 import torch
-from case_a import CONFIG, NoLoader, write_case_a
+from case_a import CONFIG, NoLoader, save_snapshot, write_case_a
 from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 from test_resume import (
@@ -34,7 +34,7 @@ import train_gpt2
 from llmc.backend import Backend
 from llmc.cards import Budget
 from llmc.checkpoint.saved_state import SavedState
-from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot, save_snapshot
+from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot
 from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
 from llmc.config import config_from_descriptor
 from llmc.errors import UserError

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from case_a import CONFIG, write_case_a
+from case_a import CONFIG, save_snapshot, write_case_a
 from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
 from oracle import assert_as_good_as_eager
 from test_layers import (
@@ -32,7 +32,7 @@ from whole_steps import raw
 
 from llmc.backend import open_backend
 from llmc.checkpoint.saved_state import SavedState
-from llmc.checkpoint.snapshot import load_snapshot, load_weights, save_snapshot
+from llmc.checkpoint.snapshot import load_snapshot, load_weights
 from llmc.config import ModelConfig
 from llmc.data.loader import TokenLoader
 from llmc.data.order import token_order
@@ -1064,10 +1064,9 @@ def test_updates_of_a_model_have_the_bits_of_the_torch_operations(own, little_wo
     assert model.rng.state == theirs.rng.state
     assert raw(torch.cat([p.cpu().clone() for p in model.master_pieces()])) == raw(torch.cat([p.clone() for p in theirs.master_pieces()]))
     if form["precision"] == "bf16":
-        weights = raw(model.flat["parameters"])
-        if form["master"] == "fp32":  # else the weights are part of the master, or all of it
-            model.flat["parameters"].fill_(nan)
-        model.round_weights_from_master()
+        weights, master = raw(model.flat["parameters"]), torch.cat([p.cpu().clone() for p in model.master_pieces()]).numpy()
+        model.flat["parameters"].fill_(nan)
+        model.load_master(lambda at, n: master[at : at + n])
         assert raw(model.flat["parameters"]) == weights
 
 

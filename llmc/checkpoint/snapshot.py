@@ -9,19 +9,11 @@ from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
-from llmc.checkpoint.writer import PIECE_BYTES, WriteAtOnce
+from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, Numbers, fingerprint
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
-
-
-def save_snapshot(folder, step, model, loader, extra, *, master_weights):
-    """Write model, state and extra files of `step`, then DONE, and wait for it. Arguments and errors are begin_snapshot's."""
-    writer = WriteAtOnce()
-    begin_snapshot(writer, folder, step, model, loader, extra, master_weights=master_weights)
-    await_all(writer, model.sharing)
-    end_snapshot(writer, folder, model)
 
 
 def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights):
