@@ -28,7 +28,7 @@ from types import SimpleNamespace
 
 from llmc import __version__
 from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
-from llmc.checkpoint.store import extra_path, held_folder
+from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
 from llmc.clock import StepClock
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
@@ -101,7 +101,7 @@ def main(argv=None) -> int:
 # everything that training needs, from the device to the last file
 
 
-def open_run(s: Settings) -> SimpleNamespace:
+def open_run(s: Settings, until_end: ExitStack) -> SimpleNamespace:
     """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
     refuse_contradictions(s)
     place = find_place(s)
@@ -110,6 +110,8 @@ def open_run(s: Settings) -> SimpleNamespace:
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     with told(world):
+        if s.output_dir and world.rank == 0:
+            until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
         source = choose_model(s)
         check_precision(s, source)
         check_lengths(s, source.config)
@@ -159,7 +161,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     )  # fmt: skip
 
 
-def build(run: SimpleNamespace, until_end: ExitStack):
+def build(run: SimpleNamespace):
     """Add to an opened run its data, its files and the model, printing llm.c's allocation lines on the way."""
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
     open_data(run)  # first: a missing file should not cost the time to build a model
@@ -170,8 +172,6 @@ def build(run: SimpleNamespace, until_end: ExitStack):
     if s.log_gpu_every > 0:
         device_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
     folder = s.output_dir if world.rank == 0 else None
-    if folder:
-        until_end.enter_context(held_folder(folder))
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
 
@@ -300,12 +300,13 @@ def memory_explained(run):
 
 def train(s: Settings) -> OSError | None:
     """Train as the flags say, from opening the device to the last checkpoint. Why it stopped, if it was as nothing could be printed."""
-    run = open_run(s)
-    with told(run.world), memory_explained(run), ExitStack() as until_end:
-        build(run, until_end)
-        with checkpoint_kept(run):
-            lost_output = loop(run)
-    close_world(run.world)
+    with ExitStack() as until_end:
+        run = open_run(s, until_end)
+        with told(run.world), memory_explained(run):
+            build(run)
+            with checkpoint_kept(run):
+                lost_output = loop(run)
+        close_world(run.world)
     return lost_output
 
 
@@ -425,7 +426,7 @@ def look_ahead(run, step: int):
     with bad_data_stops(run):
         if not run.settings.overfit_single_batch:
             loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
-        elif run.last_batch is None:  # every step takes what the first one does
+        elif run.last_batch is None and step + 1 < run.max_steps:  # every step takes what the first one does
             loader.rewind(run.grad_accum_steps)
 
 
@@ -440,11 +441,14 @@ def bad_data_stops(run):
 
 def end_on_failure(run):
     """All ranks end here, if any of them met something that it cannot go on with: the lowest of those says it."""
-    world, error, newest = run.world, run.stop.error, run.checkpoints.newest
+    world, error, newest, folder = run.world, run.stop.error, run.checkpoints.newest, run.settings.output_dir
     speaker = smallest(world, world.rank if error else world.num_processes)
     if speaker == world.rank:
-        kept = f"; step {newest} is kept in {run.settings.output_dir}: once that is mended, -y 1 goes on there"
-        raise UserError(f"{error}" + kept * (newest is not None))
+        if newest is None:
+            raise error
+        highest = highest_step(folder)
+        unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest and highest > newest else ""
+        raise UserError(f"{error}; step {newest} is kept in {folder}: once that is mended, -y 1 goes on there{unless}")
     if speaker < world.num_processes:
         raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)
 

@@ -15,13 +15,18 @@ class UserError(Exception):
     """
 
 
-FULL_DISK, DENIED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, {errno.EACCES, errno.EPERM, errno.EROFS}
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+WHAT_TO_DO = {
+    **dict.fromkeys(FULL_DISK, "make room"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "fix the permissions, or choose another place"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "choose another path"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise ulimit -n"),
+}
 
 
 def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
     """The UserError for an OSError met while `doing` something ("writing the model") at `path`."""
-    advice = {**dict.fromkeys(FULL_DISK, "make room"), **dict.fromkeys(DENIED, "fix the permissions, or choose another place")}
-    what_to_do = advice.get(error.errno, "look at what is there, and whether that disk is well")
+    what_to_do = WHAT_TO_DO.get(error.errno, "look at what is there, and whether that disk is well")
     return UserError(f"{doing} failed at {path}: {error.strerror or error}; {what_to_do}, then run again")
 
 
@@ -85,10 +90,17 @@ def tell_lost_output(error: OSError) -> int:
     return OUTPUT_CODE
 
 
+def unusable_path(error: BaseException) -> str:
+    """The sentence for an OSError that names the path it is about; empty for any other error."""
+    if not (isinstance(error, OSError) and error.filename and error.strerror):
+        return ""
+    return f"{error.filename}: {error.strerror}; check the path, its permissions and the room there"
+
+
 def code_of_os_error(error: OSError) -> int:
     """The exit code, after one sentence, for a path that cannot be used or where print failed. Raises `error` again if it is neither."""
-    if error.filename and error.strerror:
-        return end_with(f"error: {error.filename}: {error.strerror}; check the path, its permissions and the room there", INPUT_CODE)
+    if sentence := unusable_path(error):
+        return end_with(f"error: {sentence}", INPUT_CODE)
     return code_of_lost_output(error)
 
 
@@ -99,7 +111,7 @@ def fill_closed_streams() -> None:
         if getattr(sys, name) is None:
             while (nowhere := os.open(os.devnull, os.O_RDWR)) < number:
                 pass  # standard input is closed too
-            setattr(sys, name, open(nowhere, "w"))
+            setattr(sys, name, open(nowhere, "w", errors="backslashreplace"))
 
 
 def _can_print() -> bool:

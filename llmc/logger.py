@@ -11,12 +11,13 @@ NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
 
 
 class Logger:
-    """DIR/main.log, one line per measurement; without a folder, nothing. Each line is with the operating system when its call returns.
+    """DIR/main.log, one line per measurement; without a folder, nothing. Each line is with the operating system when its call returns, but
+    for those before the first training step, which wait for it, or for the end.
 
     What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
 
-    Nothing changes before the first line: what refuses or ends a run before that leaves the log of an earlier one. Then a fresh run
-    (resume_step None) empties the file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped
+    So what refuses or ends a run before it has trained leaves the log of an earlier one. Then a fresh run (resume_step None) empties the
+    file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped
     first. llm.c leaves them, and a plot then runs backwards: steps s.. appear twice. The weights those lines measured are gone, and
     the resumed run measures the same steps again, so the file reads as if nothing had happened.
 
@@ -24,7 +25,7 @@ class Logger:
     """
 
     def __init__(self, folder: str | Path | None, resume_step: int | None = None, name: str = LOG_NAME, failed=raise_error):
-        self._file, self._kept, self._resume_step, self._failed, self._begun = None, frozenset(), resume_step, failed, False
+        self._file, self._kept, self._resume_step, self._failed, self._waiting = None, frozenset(), resume_step, failed, []
         if not folder:
             return
         self._path = Path(folder) / name
@@ -35,11 +36,11 @@ class Logger:
 
     def val(self, step: int, loss: float) -> None:
         """The validation loss, before the update of `step`."""
-        self._write(f"s:{step} tel:{loss:.4f}\n")
+        self._write(f"s:{step} tel:{loss:.4f}\n", waits=True)
 
     def eval(self, step: int, accuracy: float) -> None:
         """The HellaSwag score, 0 to 1."""
-        self._write(f"s:{step} eval:{accuracy:.4f}\n")
+        self._write(f"s:{step} eval:{accuracy:.4f}\n", waits=True)
 
     def train(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
         """One training step, counted from 0; the norm is the one before clipping."""
@@ -54,12 +55,15 @@ class Logger:
         self._write("")
         self._let_go()
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: str, waits=False) -> None:
         if self._file is None:
             return
         try:
-            if not self._begun:
-                self._begin()
+            if self._waiting is not None:
+                self._waiting.append(line)
+                if waits:
+                    return
+                line = self._begin()
             if line not in self._kept:
                 self._file.write(line)
         except OSError as error:
@@ -67,15 +71,16 @@ class Logger:
                 self._let_go()
             self._failed(full_disk_or_denied(error, self._path, "writing the log"))
 
-    def _begin(self):
-        """Drop what an earlier run wrote and this one does not go on from."""
-        self._begun = True
+    def _begin(self) -> str:
+        """Drop what an earlier run wrote and this one does not go on from; all lines that have waited, but for those that are there."""
+        waiting, self._waiting = self._waiting, None
         if self._resume_step is None:
             self._file.truncate(0)
         else:
             self._kept = _drop_lines_beyond(self._resume_step, self._path)
             self._file.close()
             self._open()
+        return "".join(line for line in waiting if line not in self._kept)
 
     def _open(self):
         # kept open and line buffered: 2 us per line, 9 with opening and closing

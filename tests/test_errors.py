@@ -337,7 +337,7 @@ FLAGS = {
     "-e has a name too long": ("-e " + "a" * 300 + ".bin", "no such file"),
     "-i has a name too long": ("-i " + "a" * 300, "no such file"),
     "-o /proc": ("-o /proc/self", "preparing the output folder failed"),
-    "-y 1 and -o is a file": ("-y 1 -o val.bin", "val.bin cannot be read (Not a directory)"),
+    "-y 1 and -o is a file": ("-y 1 -o val.bin", "val.bin is a file; expected a folder"),
 }  # fmt: skip
 
 
@@ -798,7 +798,7 @@ STREAMS = {  # command -> exit code of the program, what stderr holds
     "too long a bench": ("$SCRIPTS/bench.py -b 1 -t 1030 --only ours > /dev/null; echo $?", 2, "error: -t 1030: the model knows 1024"),
     "a script's path that nobody may have": (f"$SCRIPTS/plot_log.py {'x' * 300}; echo $?", 2, "x: File name too long; check the path, its"),
     "a script's error without stdout": ("exec 3>&1; $SCRIPTS/plot_log.py nothing >&- 3>&3; echo $? >&3", 2, "error: "),
-    "no stdout and no stderr": ("exec 3>&1; $TRAIN --version >&- 2>&- <&- 3>&3; echo $? >&3", 0, ""),
+    "a name that nobody can read, to a closed stderr": ("$TRAIN -i $'/tmp/\\xff.bin' > /dev/null 2>&-; echo $?", 2, ""),
     "an error without stdout": ("exec 3>&1; $TRAIN -b x >&- 3>&3; echo $? >&3", 2, "error: -b"),
     "help without stdin": ("$TRAIN --version <&- > /dev/null; echo $?", 0, ""),
     "version into a pipe nobody reads": ("$TRAIN --version | true; echo ${PIPESTATUS[0]}", (0, 1), ""),

@@ -59,13 +59,19 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
-def test_a_fresh_run_empties_the_log_with_its_first_line_or_its_end(name, tmp_path):
+def test_a_fresh_run_empties_the_log_with_its_first_step_or_its_end(name, tmp_path):
     """Before that, whatever ends it has cost nothing."""
     run(Logger(tmp_path, name=name), range(5))
     before, log = text(tmp_path, name), Logger(tmp_path, name=name)
     assert text(tmp_path, name) == before
+    other = Logger(tmp_path, name=name)
+    other.val(0, 4.0)
+    other.eval(0, 0.25)
+    assert text(tmp_path, name) == before
     run(log, range(1))
     assert text(tmp_path, name).count("\n") == (2 if name == LOG_NAME else 1)
+    other.close()
+    assert text(tmp_path, name) == "s:0 tel:4.0000\ns:0 eval:0.2500\n"
     Logger(tmp_path, name=name).close()
     assert text(tmp_path, name) == ""
 
@@ -119,7 +125,9 @@ def test_lines_in_another_form_survive_a_resume(tmp_path):
 
 
 def test_resuming_without_a_log_starts_one(tmp_path):
-    Logger(tmp_path, resume_step=5).val(5, 3.0)
+    log = Logger(tmp_path, resume_step=5)
+    log.val(5, 3.0)
+    log.close()
     assert text(tmp_path) == "s:5 tel:3.0000\n"
 
 
@@ -132,7 +140,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 def test_a_full_disk_is_told_once_in_a_sentence():
     told = []
     log = Logger(None, resume_step=1, failed=told.append)
-    log._path, log._file, log._begun = "/dev/full", open("/dev/full", "w", buffering=1), True
+    log._path, log._file, log._waiting = "/dev/full", open("/dev/full", "w", buffering=1), None
     file = log._file
     log.val(0, 1.0)
     assert file.closed, "or Python would try once more, and from 3.13 on tell of it"

@@ -257,6 +257,54 @@ def test_a_signal_before_the_first_step_ends_all_ranks_alike(case, tmp_path, who
     assert steps_in(tmp_path / "log") == []
 
 
+def record_denied_at_the_first_step():
+    deny_the_record_of("first step")
+
+
+def record_denied_at_the_end():
+    deny_the_record_of("end")
+
+
+def deny_the_record_of(phase):
+    """The disk refuses rank 0's memory.json from this phase on."""
+    real = os.replace
+
+    def replace(source, target):
+        if Path(target).name == "memory.json" and f'"phase": "{phase}"' in Path(source).read_text():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(source, target)
+
+    os.replace = replace
+
+
+@pytest.mark.parametrize("prepare, steps", [(record_denied_at_the_first_step, 2), (record_denied_at_the_end, 4)])
+def test_a_record_that_rank_0_cannot_write_ends_all_after_a_checkpoint(case, tmp_path, prepare, steps):
+    """The other rank hears of it with the next step, or at the end."""
+    argv = [*inputs(case), COMMON, "-b 2 -x 4 -n 4 -v 0 -s 0 -o", tmp_path / "log"]
+    ended = start(2, tmp_path / "ranks", *argv, prepare=prepare).ended()
+    assert [rank.code for rank in ended] == [2, 2] and ended[1].err == "" and steps_in(tmp_path / "log") == [steps]
+    words = f"error: writing the memory record failed at {tmp_path}/log/memory.json: Permission denied; .*; step {steps} is kept in .*\n"
+    assert re.fullmatch(words, ended[0].err), ended[0].err
+
+
+def missing_a_file():
+    """Rank 1 meets a path that it cannot use, where nothing expects that."""
+    real = train_gpt2.validate
+
+    def validate(run, step):
+        if run.world.rank == 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/a/file")
+        real(run, step)
+
+    train_gpt2.validate = validate
+
+
+def test_a_path_that_one_rank_cannot_use_is_not_worth_starting_again_for(case, tmp_path):
+    ended = start(2, tmp_path, *inputs(case), COMMON, "-b 2 -x 4 -v 1 -m 1 -s 0", prepare=missing_a_file).ended()
+    assert [rank.code for rank in ended] == [2, 2]
+    assert "error: /a/file: No such file or directory; check the path" in ended[1].err and "Traceback" not in ended[1].err
+
+
 def losing_its_output():
     """Rank 0 finds in its first validation that nobody reads it any more."""
     real = train_gpt2.validate

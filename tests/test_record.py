@@ -45,18 +45,20 @@ def test_a_phase_counts_when_it_first_ends(record, tmp_path):
     memory = record(200, 300)
     memory.go_ahead()
     for step in range(3):
-        memory.phase("sampling", step)
+        memory.phase("first step", step)
         assert [row["step"] for row in written(tmp_path)["measured"]] == [0]
 
 
-def test_nothing_is_written_before_the_run_goes_ahead(record, tmp_path):
+@pytest.mark.parametrize("begins", ["first step", "end"])
+def test_nothing_is_written_before_the_run_has_trained_or_ends(record, tmp_path, begins):
     """An earlier run's record stays when a resume is refused."""
-    memory = record(200, 300)
+    memory = record(200, 300, 400)
     memory.phase("build", 0)
     memory.go_ahead()
+    memory.phase("evaluation", 0)
     assert not (tmp_path / RECORD_NAME).exists()
-    memory.phase("first step", 1)
-    assert [row["phase"] for row in written(tmp_path)["measured"]] == ["build", "first step"]
+    memory.phase(begins, 1)
+    assert [row["phase"] for row in written(tmp_path)["measured"]] == ["build", "evaluation", begins]
 
 
 def test_a_record_that_cannot_be_written_is_told_once(record, tmp_path):

@@ -31,6 +31,7 @@ from conftest import REPO
 from test_errors import token
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
+import train_gpt2
 from llmc.backend import Backend
 from llmc.checkpoint import snapshot
 from llmc.gpt2 import GPT2
@@ -276,8 +277,6 @@ def test_a_signal_during_the_last_evaluation_still_leaves_a_checkpoint_and_a_log
     argv = [*inputs(case), SMALL, "-x 6 -v 2 -m 3 -s 4 -g 3 -n 6 -h 1 --hellaswag-data", case / "eval.bin"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     ran(*argv, "-o", straight)
-
-    import train_gpt2
 
     real = train_gpt2.validate
 
@@ -626,11 +625,11 @@ def test_a_first_step_that_cannot_be_trained_ends_a_run_that_has_lost_nothing(ca
     assert ("; step 2 is kept in" in ended.err) == resumed and but_record(folder) == before
 
 
-@pytest.mark.parametrize("ends", ["bad data", "a signal", "a missing file"])
+@pytest.mark.parametrize("ends", ["bad data", "a signal", "a signal in its last batch", "a missing file"])
 def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case, tmp_path, monkeypatch, ends):
     """That of an earlier run, which it would have replaced."""
     data, folder = shutil.copytree(case, tmp_path / "data"), tmp_path / "log"
-    argv = [*inputs(data), SMALL, "-v 4 -m 2 -s 0 --kernels torch -o", folder]
+    argv = [*inputs(data), SMALL, "-v 4 -s 0 --kernels torch -o", folder, "-m", 1 if "last" in ends else 2]
     ran(*argv, "-x 4 -n 2")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     if ends == "bad data":
@@ -642,7 +641,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case,
         losses_of = GPT2.token_losses
         monkeypatch.setattr(GPT2, "token_losses", lambda *args: (signal.raise_signal(signal.SIGTERM), losses_of(*args))[1])
     ended = run(*argv, "-x 9")
-    assert ended.code == (130 if ends == "a signal" else 2) and not losses(ended.out)
+    assert ended.code == (130 if "signal" in ends else 2) and not losses(ended.out)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -666,15 +665,45 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_pa
     assert "step    2/" in ran(*argv, "-x 2"), "who is gone holds nothing"
 
 
+def test_a_checkpoint_is_looked_for_when_no_other_run_can_write_one_any_more(case, tmp_path, monkeypatch):
+    argv = [*inputs(case), SMALL, QUIET, "-n 1 -nk 1 -o", tmp_path]
+    ran(*argv, "-x 1")
+    choose, refused = train_gpt2.choose_model, []
+
+    def late(settings):
+        monkeypatch.undo()
+        refused.append(run(*argv, "-x 3 -y 1").err)
+        return choose(settings)
+
+    monkeypatch.setattr(train_gpt2, "choose_model", late)
+    assert "resuming at step 1" in ran(*argv, "-x 4 -y 1") and len(refused) == 1
+    assert f"{tmp_path} is being written by process {os.getpid()}" in refused[0]
+
+
+def test_a_higher_checkpoint_of_an_earlier_run_is_named_where_y_1_would_take_it(case, tmp_path):
+    data, folder = shutil.copytree(case, tmp_path / "data"), tmp_path / "log"
+    argv = [*inputs(data), SMALL, QUIET, "--kernels torch -x 20 -o", folder]
+    ran(*argv, "-n 20")
+    ended = run(*argv, after_step=lambda done: done == 2 and cut(data / "train_02.bin"))
+    step = len(losses(ended.out))
+    kept = f"; step {step} is kept in {folder}: once that is mended, -y 1 goes on there, if DONE_00000020 of an earlier run is moved away\n"
+    assert ended.code == 2 and ended.err.endswith(kept) and steps_in(folder) == [step, 20]
+
+
 def test_a_run_without_standard_output_trains_and_hears_signals(case, tmp_path):
     """Nor standard input, nor errors: none of its files may take their numbers, which others print to."""
     argv = [*inputs(case), SIGNALLED, "-n 1000 -o"]
     command = [sys.executable, "train_gpt2.py", *words_of([*argv, tmp_path / "log"])]
     process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], cwd=REPO)
-    while not (tmp_path / "log" / "speed.log").exists() or len(timed_steps(tmp_path / "log")) < 5:
-        time.sleep(0.02)
-    process.terminate()
-    assert process.wait(timeout=240) == 0
+    try:
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "log" / "speed.log").exists() or len(timed_steps(tmp_path / "log")) < 5:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(timeout=240) == 0
+    finally:
+        process.kill()
     done = len(timed_steps(tmp_path / "log"))
     assert steps_in(tmp_path / "log") == [done] and 5 <= done < 60
     ran(*argv, tmp_path / "log", "-y 1")

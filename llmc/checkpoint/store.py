@@ -42,6 +42,18 @@ def find_last_step(folder) -> int | None:
 
     Raises UserError naming the missing file when that checkpoint lacks its model or the state of one of its ranks.
     """
+    step = highest_step(folder)
+    if step is None:
+        return None
+    require(model_path(folder, step), folder, step)
+    require(state_path(folder, step, 0), folder, step)
+    for rank in range(1, read_num_processes(state_path(folder, step, 0))):
+        require(state_path(folder, step, rank), folder, step)
+    return step
+
+
+def highest_step(folder) -> int | None:
+    """The highest step with a DONE file, whatever else there is of it; None as find_last_step."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -49,15 +61,7 @@ def find_last_step(folder) -> int | None:
     except OSError as error:
         reason = f"{folder} cannot be read ({error.strerror}); expected a folder of checkpoints"
         raise UserError(f"{reason}, so check the path and its permissions") from None
-    steps = [int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8,})", name))]
-    if not steps:
-        return None
-    step = max(steps)
-    require(model_path(folder, step), folder, step)
-    require(state_path(folder, step, 0), folder, step)
-    for rank in range(1, read_num_processes(state_path(folder, step, 0))):
-        require(state_path(folder, step, rank), folder, step)
-    return step
+    return max((int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8,})", name))), default=None)
 
 
 def require(path: Path, folder, step: int) -> None:
@@ -117,21 +121,22 @@ TEMPORARY = re.compile(
 )
 
 
-LOCK_NAME = ".lock"
+LOCK_NAME = ".llmc_run.lock"
 
 
 @contextmanager
 def held_folder(folder):
     """Create the folder, prove that it can be written, and remove the temporary files of a crashed run. No other run gets it meanwhile, as
-    two would write the same files.
+    two would write the same files. Where nothing was written it is removed again.
 
-    One rank holds it, from before any rank writes a checkpoint to the end of the run. Raises UserError when the folder is held by another
-    run, or cannot be made or written.
+    Rank 0 holds it, from before it looks for a checkpoint there until all ranks have ended, or until it is killed. Raises UserError when
+    the folder is held by another run, or cannot be made or written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not os.path.isdir(folder):  # unlike Path's, these never raise OSError
         found = "a file" if os.path.exists(folder) else "a link to nowhere"
         raise UserError(f"{folder} is {found}; expected a folder to write checkpoints and the log to, so choose another name")
+    made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     with _refusals_told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder / LOCK_NAME)
@@ -148,6 +153,9 @@ def held_folder(folder):
         with suppress(OSError):
             (folder / LOCK_NAME).unlink()
         lock.close()
+        with suppress(OSError):  # not empty
+            for each in made:
+                each.rmdir()
 
 
 @contextmanager
@@ -172,9 +180,10 @@ def _lock(path: Path):
             raise UserError(f"{path.parent} is being written by {owner}; wait for its end, stop it, or choose another -o") from None
         except OSError as error:  # of some network's file systems
             print(f"note: {path.parent} cannot be locked ({error.strerror}), so nothing would stop a second run in it; do not start one")
-        if path.exists() and os.path.samestat(os.stat(path), os.fstat(lock.fileno())):  # else who held it has just removed it
-            break
-        lock.close()
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+                break
+        lock.close()  # who held it has just removed it
     lock.truncate(0)
     with suppress(OSError):  # a full disk, which is told in a moment
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())

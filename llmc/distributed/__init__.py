@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from llmc.distributed.place import Place, find_place
-from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of
+from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of, unusable_path
 
 __all__ = [
     "Place",
@@ -232,4 +232,6 @@ def last_words(error: BaseException) -> tuple[str, int]:
         return "it ended early; see what it printed", 1
     if isinstance(error, (UserError, NotEnoughMemory)):
         return str(error), INPUT_CODE if isinstance(error, UserError) else MEMORY_CODE
+    if sentence := unusable_path(error):
+        return sentence, INPUT_CODE
     return f"{type(error).__name__}: {error}", INPUT_CODE if isinstance(error, ModuleNotFoundError) else 1

@@ -14,7 +14,7 @@ RECORD_NAME = "memory.json"
 
 
 class MemoryRecord:
-    """DIR/memory.json, written anew whenever a phase ends for the first time after go_ahead(); without a folder, nothing.
+    """DIR/memory.json, from the first training step on written anew whenever a phase ends for the first time; without a folder, nothing.
 
     plan      options, bytes of every arena and column, total, and every tensor
     flags     every setting of the command line
@@ -57,7 +57,7 @@ class MemoryRecord:
         self._write()
 
     def go_ahead(self, failed=raise_error) -> None:
-        """From the next phase on this record replaces that of an earlier run, which a refused resume leaves alone.
+        """With its first step, or at its end, the run's record will replace that of an earlier one, which one that is refused leaves alone.
 
         failed(UserError) is told where the disk is full or denies. Raises UserError where a folder has its name.
         """
@@ -72,7 +72,7 @@ class MemoryRecord:
         self.phase("end", step)
 
     def _write(self):
-        if not self._path or not self._failed:
+        if not self._path or not self._failed or not self._phases & {"first step", "end"}:
             return
         try:
             write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")
