@@ -178,8 +178,8 @@ def open_run(words):
     if s.model.endswith(".bin"):
         read_model_header(s.model)  # with its sentence on a missing file: train_gpt2.py's speaks of data as well
     try:
-        with redirect_stdout(io.StringIO()):  # llm.c's table
-            run = train_gpt2.open_run(s)
+        with redirect_stdout(io.StringIO()), ExitStack() as until_end:  # llm.c's table
+            run = train_gpt2.open_run(s, until_end)
     except NotEnoughMemory as error:
         raise UserError(f"{error}; use a smaller -e, -b or -t") from error
     o, needed = run.plan.options, run.plan.total_bytes
