@@ -337,6 +337,7 @@ FLAGS = {
     "-e has a name too long": ("-e " + "a" * 300 + ".bin", "no such file"),
     "-i has a name too long": ("-i " + "a" * 300, "no such file"),
     "-o /proc": ("-o /proc/self", "preparing the output folder failed"),
+    "-o of too long a name": (f"-o {'x' * 300}", "preparing the output folder failed at", "File name too long; choose another path"),
     "-y 1 and -o is a file": ("-y 1 -o val.bin", "val.bin is a file; expected a folder"),
 }  # fmt: skip
 

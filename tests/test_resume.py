@@ -598,6 +598,15 @@ def test_a_checkpoint_that_is_cut_after_its_check_is_refused_and_stays_what_it_i
     assert but_record(tmp_path) == before
 
 
+def test_one_batch_that_is_not_trained_on_is_not_read(case, tmp_path):
+    data = shutil.copytree(case, tmp_path / "data")
+    (data / "val.bin").write_bytes(token(0, 96)((data / "val.bin").read_bytes()))
+    argv = [*inputs(data), SMALL, "-v 0 -s 1 -g 3 -a 1 --kernels torch"]
+    assert "generating:" in ran(*argv, "-x 0")
+    ended = run(*argv, "-x 1")
+    assert ended.code == 2 and "val.bin: token 96 at position 0" in ended.err
+
+
 def test_one_batch_again_and_again_does_not_need_its_file_any_more(case, tmp_path):
     """Gone or cut short, of several micro-steps."""
     data = shutil.copytree(case, tmp_path / "data")
