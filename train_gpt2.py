@@ -542,8 +542,8 @@ def validate(run, step):
         run.val_loader.reset()
     means, at_once = [], BATCHES_HEARD[run.backend.kind]
     for batch in range(run.val_batches):
-        with bad_data_stops(run):
-            if batch % at_once == 0:
+        if batch % at_once == 0:
+            with bad_data_stops(run):
                 run.val_loader.look_ahead(min(at_once, run.val_batches - batch))
         if evaluation_ends(run, f"step {step}, validate", batch):
             return

@@ -75,14 +75,6 @@ def is_out_of_memory(error: Exception) -> bool:
 LOST_OUTPUT = {errno.EPIPE, errno.EIO} | FULL_DISK  # what print meets: | head -1, a full disk, a gone terminal
 
 
-def code_of_lost_output(error: OSError) -> int:
-    """The exit code where print failed, with a sentence unless who read has had enough. Raises `error` again if that is not what it is."""
-    if error.filename or error.errno not in LOST_OUTPUT or _can_print():
-        raise error
-    print_nothing_more()
-    return tell_lost_output(error)
-
-
 def tell_lost_output(error: OSError) -> int:
     """The exit code, after that sentence."""
     if error.errno != errno.EPIPE:
@@ -98,10 +90,14 @@ def unusable_path(error: BaseException) -> str:
 
 
 def code_of_os_error(error: OSError) -> int:
-    """The exit code, after one sentence, for a path that cannot be used or where print failed. Raises `error` again if it is neither."""
+    """The exit code for a path that cannot be used, or where print failed, after a sentence, unless who read has had enough. Raises `error`
+    again if it is neither."""
     if sentence := unusable_path(error):
         return end_with(f"error: {sentence}", INPUT_CODE)
-    return code_of_lost_output(error)
+    if error.filename or error.errno not in LOST_OUTPUT or _can_print():
+        raise error
+    print_nothing_more()
+    return tell_lost_output(error)
 
 
 def fill_closed_streams() -> None:

@@ -351,9 +351,7 @@ def gelu_fusion(run, record):
         matmul_dinput(dpre2, dout, w2)
         ops["gelu_backward_inplace"](dpre2, dbias2, pre2, r.scratch, **add)
 
-    def sums_too():
-        fused.backward(dpre, dout, w2, pre2, dbias)
-
+    sums_too = partial(fused.backward, dpre, dout, w2, pre2, dbias)
     for name, one, two, ours, reference in (
         ("fc and GELU", partial(fused.forward, out, pre, x, w, bias), forward, (out, pre), (out2, pre2)),
         ("dinput of fcproj, GELU's gradient, fc's bias gradient", fused_backward, backward, (dpre, dbias), (dpre2, dbias2)),

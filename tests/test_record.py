@@ -33,7 +33,6 @@ def test_a_peak_is_that_since_the_start_though_a_later_reading_may_be_lower(reco
     memory = record(90, 500, 480, 510)
     for step, name in enumerate(("build", "first step", "evaluation")):
         memory.phase(name, step)
-    memory.go_ahead()
     memory.end(7, 2.0, 1000)
     assert [(row["phase"], row["step"], row["peak_bytes"], row["over_baseline_bytes"]) for row in written(tmp_path)["measured"]] == [
         ("build", 0, 100, 0), ("first step", 1, 500, 400), ("evaluation", 2, 500, 400), ("end", 7, 510, 410),
@@ -43,7 +42,6 @@ def test_a_peak_is_that_since_the_start_though_a_later_reading_may_be_lower(reco
 
 def test_a_phase_counts_when_it_first_ends(record, tmp_path):
     memory = record(200, 300)
-    memory.go_ahead()
     for step in range(3):
         memory.phase("first step", step)
         assert [row["step"] for row in written(tmp_path)["measured"]] == [0]
@@ -54,7 +52,6 @@ def test_nothing_is_written_before_the_run_has_trained_or_ends(record, tmp_path,
     """An earlier run's record stays when a resume is refused."""
     memory = record(200, 300, 400)
     memory.phase("build", 0)
-    memory.go_ahead()
     memory.phase("evaluation", 0)
     assert not (tmp_path / RECORD_NAME).exists()
     memory.phase(begins, 1)

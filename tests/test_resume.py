@@ -88,7 +88,11 @@ def timed_steps(folder: Path) -> list[int]:
 
 def but_record(folder: Path) -> dict[str, bytes]:
     """Every file and its bytes, memory.json left out: a run that goes on writes its own."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "memory.json"}
+    return {name: content for name, content in everything_in(folder).items() if name != "memory.json"}
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def phases(folder: Path) -> list[tuple[str, int]]:
@@ -220,11 +224,11 @@ def test_a_run_resumed_at_its_last_step_measures_again_and_changes_nothing(case,
 def test_a_checkpoint_beyond_the_last_step_says_that_nothing_is_left_to_do(case, tmp_path):
     argv = [*inputs(case), SMALL, "-v 2 -m 1 -s 0 -n 4 -o", tmp_path]
     ran(*argv, "-x 4")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = everything_in(tmp_path)
     for steps in (3, 0):
         out = ran(*argv, "-x", steps, "-y 1")
         assert f"step 4 is beyond -x {steps}" in out and "val loss" not in out and not losses(out)
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        assert everything_in(tmp_path) == before
 
 
 def test_a_checkpoint_without_an_extra_file_resumes(case, tmp_path):
@@ -640,7 +644,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case,
     data, folder = shutil.copytree(case, tmp_path / "data"), tmp_path / "log"
     argv = [*inputs(data), SMALL, "-v 4 -s 0 --kernels torch -o", folder, "-m", 1 if "last" in ends else 2]
     ran(*argv, "-x 4 -n 2")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = everything_in(folder)
     if ends == "bad data":
         for path in data.glob("train_*.bin"):
             path.write_bytes(path.read_bytes()[:1024] + b"\x60\0" * (path.stat().st_size // 2 - 512))
@@ -651,7 +655,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case,
         monkeypatch.setattr(GPT2, "token_losses", lambda *args: (signal.raise_signal(signal.SIGTERM), losses_of(*args))[1])
     ended = run(*argv, "-x 9")
     assert ended.code == (130 if "signal" in ends else 2) and not losses(ended.out)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert everything_in(folder) == before
 
 
 def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_path):
@@ -662,11 +666,11 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_pa
             break
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        before = everything_in(tmp_path)
         for more in ("", "-y 1"):
             ended = run(*argv, more)
             assert ended.code == 2 and f"error: {tmp_path} is being written by process {process.pid} on " in ended.err, ended.err
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        assert everything_in(tmp_path) == before
     finally:
         os.kill(process.pid, signal.SIGCONT)
         process.kill()

@@ -143,7 +143,7 @@ def test_an_unwritable_folder_is_refused_before_training(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_held_once_and_whoever_waits_gets_it_afterwards(tmp_path, monkeypatch):
-    """Also where the file of the one before is gone when its lock is free; and where a file system has no locks, with a word about it."""
+    """Also where the file of the one before is gone when its lock is free."""
     (tmp_path / store.LOCK_NAME).write_text("process 12345678901234567890 on a machine that has a longer name than any other machine has")
     with store.held_folder(tmp_path):
         other = f"{tmp_path} is being written by process {os.getpid()} on {socket.gethostname()}; wait for its end, stop it, or choose"

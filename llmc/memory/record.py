@@ -25,7 +25,7 @@ class MemoryRecord:
 
     def __init__(self, folder, plan: Plan, settings, backend):
         self._path = Path(folder) / RECORD_NAME if folder else None
-        self._backend, self._phases, self._failed = backend, set(), None
+        self._backend, self._phases, self._failed = backend, set(), raise_error
         self._baseline = self._peak = backend.baseline_bytes()
         self._values = {
             "version": __version__,
@@ -56,7 +56,7 @@ class MemoryRecord:
         self._values["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
         self._write()
 
-    def go_ahead(self, failed=raise_error) -> None:
+    def go_ahead(self, failed) -> None:
         """With its first step, or at its end, the run's record will replace that of an earlier one, which one that is refused leaves alone.
 
         failed(UserError) is told where the disk is full or denies. Raises UserError where a folder has its name.
@@ -72,7 +72,7 @@ class MemoryRecord:
         self.phase("end", step)
 
     def _write(self):
-        if not self._path or not self._failed or not self._phases & {"first step", "end"}:
+        if not self._path or not self._phases & {"first step", "end"}:
             return
         try:
             write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")
