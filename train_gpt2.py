@@ -56,6 +56,7 @@ from llmc.rand import XorShift
 from llmc.request import (
     check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
     check_precision, choose_model, data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
+    zero_note,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -144,7 +145,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
     print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
-    said = [*reasons, *chosen]
+    said = [*reasons, *zero_note(s, options), *chosen]
     if measured:
         said.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
@@ -212,7 +213,7 @@ def open_data(run):
     run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
-    run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(s.train_data).parent) if s.sample_every > 0 else (), vocab_size)
+    run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(train_data).parent) if s.sample_every > 0 else (), vocab_size)
     run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
     if run.max_steps == 0 and s.max_steps == -1:
         raise UserError(
@@ -488,7 +489,8 @@ def finish_step(run, clock, launched) -> None:
     if isfinite(judged.loss) and isfinite(judged.norm):
         run.checkpoints.prove(step)
     elif not launched.skipped:
-        refuse_numbers_lost(run, f"step {step + 1}: the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}")
+        found = f"the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}, which leaves no weight a number"
+        refuse_numbers_lost(run, step + 1, found)
 
 
 def prove_last(run, step: int):
@@ -503,17 +505,17 @@ def prove_last(run, step: int):
     batch = run.last_batch or run.train_loader.next_batch()
     loss = mean_over_ranks(run, [run.model.token_losses(*batch).mean()])
     if not isfinite(loss):
-        refuse_numbers_lost(run, f"step {step}: the loss is now {loss:f}")
+        refuse_numbers_lost(run, step, f"the loss is now {loss:f}, so these weights are of no use")
     run.checkpoints.prove(step)
 
 
-def refuse_numbers_lost(run, found: str):
+def refuse_numbers_lost(run, step: int, found: str):
     """End the run: weights that give no number, or are none, must not replace a good checkpoint, nor be what -y 1 finds."""
     kept = run.checkpoints.disown()
-    skip = "" if may_skip(run.settings) else "skip such updates with -sg, "
-    advice = f"lower -l, raise -u, {skip}or look at the data and at the weights that it began with"
-    error = f"{found}, which leaves no weight a number; {advice}" + f"; {kept}" * bool(kept)
-    end_alike(run, UserError(error), INPUT_CODE)
+    advice = "look at the data and at the weights that it began with"
+    if step > (run.resume_step or 0):  # an update may have brought it about
+        advice = f"lower -l, raise -u, {'' if may_skip(run.settings) else 'skip such updates with -sg, '}or {advice}"
+    end_alike(run, UserError(f"step {step}: {found}; {advice}" + f"; {kept}" * bool(kept)), INPUT_CODE)
 
 
 def end_alike(run, error: BaseException, code: int):
@@ -553,7 +555,7 @@ def validate(run, step):
     run.log.val(step, loss)
     run.record.phase("evaluation", step)
     if not isfinite(loss):
-        refuse_numbers_lost(run, f"step {step}: the validation loss is {loss:f}")
+        refuse_numbers_lost(run, step, f"the validation loss is {loss:f}, so these weights are of no use")
     run.checkpoints.prove(step)
 
 

@@ -178,7 +178,8 @@ GROUPS = {
              "srun), tcp or fs", choices=("mpi", "fs", "tcp")),
         Flag(("-ps",), "server-ip", str, "", "HOST[:PORT]", "where rank 0 listens, for tcp; the port is 12345 if not given"),
         Flag(("-pp", "-pf"), "fs-path", str, "/tmp", "DIR", "a folder all processes share, for fs"),
-        Flag((), "timeout", int, 600, "SECONDS", "how long ranks wait for one another, at the start and in a step", at_least=1),
+        Flag((), "timeout", int, 600, "SECONDS", "how long ranks wait for one another, at the start and in a step", at_least=1,
+             at_most=2**31 - 1),
     ),
     "this project's own": (
         Flag((), "device", str, "auto", "auto|cpu|cuda[:N]", "where to train; auto takes a GPU if there is one",

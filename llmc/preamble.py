@@ -80,8 +80,6 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
 def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: bool, resumes: bool):
     """Lines about what a user may not expect of these flags."""
     config = o.config
-    if s.zero_stage > 0 and o.world == 1:
-        yield f"with one process ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"
     if padded := -config.num_heads % s.tensor_parallel:
         yield (
             f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "

@@ -333,6 +333,14 @@ def plan_options(
     )  # fmt: skip
 
 
+def zero_note(s: Settings, o: PlanOptions) -> list[str]:
+    """A line, where -z has nothing to do: no two processes hold the same part of the model."""
+    if s.zero_stage == 0 or o.ranks > 1:
+        return []
+    why = "with one process" if o.world == 1 else f"where --tensor-parallel {o.tensor_parallel} takes all processes"
+    return [f"{why} ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"]
+
+
 def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, world: World, row=None) -> tuple[Settings, list[str]]:
     """The settings with -b auto or -r auto decided, and a line with the reason.
 
@@ -391,7 +399,7 @@ def plan_text(s: Settings) -> str:
     check_fp8(options, budget.name if card else "", card and card.capability)
     check_graphs(s, options)
     s, reasons = settle(s, model, options, budget, world)
-    reasons = [*kernel_notes, *reasons]
+    reasons = [*kernel_notes, *zero_note(s, options), *reasons]
     grad_accum_steps = check_batch(s, world)
     options, network = plan_options(s, model.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:

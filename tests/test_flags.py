@@ -167,7 +167,8 @@ def test_a_mistake_of_form_is_named(argv, expected):
 def test_numbers_beyond_float_are_read_or_refused_not_crashed_on():
     assert parse(["-x", "9" * 400]).max_steps == int("9" * 400)
     assert "must be" in error_of(["-x", "9" * 5000])
-    assert "must be at most 2147483647" in error_of(["-b", "9" * 400])
+    for flag in ("-b", "--timeout"):
+        assert "must be at most 2147483647" in error_of([flag, "9" * 400])
 
 
 @pytest.mark.parametrize("line", UNBUILT)

@@ -433,7 +433,7 @@ def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoin
     assert [f.name for f in tmp_path.glob("DONE_*")] == ["DONE_00000002"]
     good = (tmp_path / "model_00000002.bin").read_bytes()
     done = run(*argv, "-x 3 -y 1 -l 1e30")
-    assert done.code == 2 and re.match(rf"error: step 3: the {found} (-?nan|inf), which leaves no weight a number", done.err)
+    assert done.code == 2 and re.match(rf"error: step 3: the {found} (-?nan|inf), so these weights are of no use; lower -l", done.err)
     assert [f.name for f in tmp_path.glob("DONE_*")] == ["DONE_00000002"] and (tmp_path / "model_00000002.bin").read_bytes() == good
     if "-v 0" in last:
         assert "DONE_00000003 removed again" in done.err and (tmp_path / "model_00000003.bin").exists()
@@ -443,6 +443,18 @@ def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoin
         (tmp_path / "DONE_00000003").unlink()
     assert "resuming at step 2" in ran(*argv, "-x 4 -y 1")
     assert "DONE_00000004" in [f.name for f in tmp_path.glob("DONE_*")] and not (tmp_path / "DONE_00000002").exists()
+
+
+@pytest.mark.parametrize("flags", ["", "-y 1"], ids=["from a file", "resumed"])
+def test_weights_of_no_use_at_the_start_are_not_blamed_on_an_update(case, tmp_path, flags):
+    ran(*inputs(case), "-b 4 -t 32 -x 1 -n 1", QUIET, "-o", tmp_path / "log")
+    path = tmp_path / "log" / "model_00000001.bin" if flags else tmp_path / "nan.bin"
+    (tmp_path / "log" / "extra_00000001_00000.json").unlink()  # which knows the file that was written
+    path.write_bytes((case / "model.bin").read_bytes()[:-4] + np.float32(math.nan).tobytes())
+    done = run(*inputs(case)[:4], "-e", path, "-b 4 -t 32 -x 3 -v 1 -m 1 -s 0 -o", tmp_path / "log", flags)
+    advice = "look at the data and at the weights that it began with"
+    found = f"error: step {1 if flags else 0}: the validation loss is nan, so these weights are of no use; {advice}"
+    assert done.code == 2 and done.err.startswith(found)
 
 
 @pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
@@ -458,7 +470,7 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     files = inputs(case)[:4]
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, writing, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
-    assert done.err.startswith("error: step 2: the loss is now nan, which leaves no weight a number; lower -l, raise -u, or look at")
+    assert done.err.startswith("error: step 2: the loss is now nan, so these weights are of no use; lower -l, raise -u, or look at")
     assert done.err.endswith("; DONE_00000001 removed again, so -y 1 resumes from a checkpoint before it\n")
     assert "no checkpoint at step 2: since that of step 1 no loss and norm were numbers" in done.out
     assert (tmp_path / "out" / "model_00000001.bin").read_bytes() == path.read_bytes()
@@ -496,7 +508,7 @@ def tokenizer_bytes(table: list[bytes], end_of_text: int) -> bytes:
     return header(20240328, 2, len(table), end_of_text) + b"".join(bytes([len(token)]) + token for token in table)
 
 
-@pytest.mark.parametrize("where", ["flag", "cwd", "beside the data"])
+@pytest.mark.parametrize("where", ["flag", "cwd", "beside the data", "beside -j, by -a 1"])
 def test_samples_are_text_where_a_tokenizer_is(case, tmp_path, monkeypatch, where):
     """Token i is a letter of its own, so the text must be the ids of the run without a tokenizer; control characters are not printed."""
     table = [chr(0x4E00 + i).encode() for i in range(94)] + [b"\x07", b"<|endoftext|>"]
@@ -508,9 +520,10 @@ def test_samples_are_text_where_a_tokenizer_is(case, tmp_path, monkeypatch, wher
     plain = ran(*argv)
     assert "samples are printed as token ids" in plain
     ids = [int(i) for i in plain.split("---\n")[1].split()]
-    path = {"flag": tmp_path / "t.bin", "cwd": work / "gpt2_tokenizer.bin", "beside the data": data / "gpt2_tokenizer.bin"}[where]
+    path = {"flag": tmp_path / "t.bin", "cwd": work / "gpt2_tokenizer.bin"}.get(where, data / "gpt2_tokenizer.bin")
     path.write_bytes(tokenizer_bytes(table, 95))
-    out = ran(*argv, *(["--tokenizer", path] if where == "flag" else []))
+    more = {"flag": ["--tokenizer", path], "beside -j, by -a 1": ["-a 1 -i", work / "none.bin"]}
+    out = ran(*argv, *more.get(where, []))
     assert len(ids) == 39 and out.split("---\n")[1] == "".join(table[i].decode() for i in ids if i != 94) + "\n"
     assert "token ids" not in out
 

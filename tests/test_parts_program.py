@@ -59,6 +59,16 @@ def numbers(folder) -> dict:
     return found | {(int(step), "norm"): float(norm) for step, _, _, _, norm in lines if norm}
 
 
+@pytest.mark.parametrize("flags, why", [
+    ("-z 1", "with one process"), ("-pn 2 --tensor-parallel 2 -z 3", "where --tensor-parallel 2 takes all processes"),
+    ("-pn 4 --tensor-parallel 2 -z 3", None), ("-pn 2 --tensor-parallel 2", None),
+])  # fmt: skip
+def test_zero_says_where_it_has_nothing_to_shard(folder, capsys, flags, why):
+    assert train_gpt2.main(words_of(["--plan --device cpu -b 4 -t 64 -e", folder / "model.bin", flags])) == 0
+    said = "\n".join(line for line in capsys.readouterr().out.splitlines() if "nothing to shard" in line)
+    assert said == (f"{why} ZeRO has nothing to shard: -z {flags[-1]} is the same as -z 0" if why else "")
+
+
 def samples(text) -> list[str]:
     return re.findall(r"generating:\n---\n(.*?)\n---", text, re.S)
 
@@ -81,7 +91,7 @@ def undivided(folder):
 def in_parts(folder):
     """Name -> a run of as many steps: two parts; two times two parts with ZeRO."""
     return {
-        "parts": ran(2, folder, "parts", "-b 4 --tensor-parallel 2 --tp-recompute-allgather 0", EVALUATE),
+        "parts": ran(2, folder, "parts", "-b 4 -z 1 --tensor-parallel 2 --tp-recompute-allgather 0", EVALUATE),
         "zero1": ran(4, folder, "zero1", "-b 4 --tensor-parallel 2 -z 1", EVALUATE),
         "zero3": ran(4, folder, "zero3", "-b 4 --tensor-parallel 2 -z 3 -r 2", EVALUATE),
     }
@@ -103,6 +113,7 @@ def away(mine, theirs) -> float:
 def test_the_log_and_the_sample_are_those_without_parts(undivided, in_parts, name, copies):
     """Losses to the last of six digits or two, what main.log says to the last digit; as many HellaSwag answers, the same tokens."""
     want, run = undivided[copies], in_parts[name]
+    assert ("ZeRO has nothing to shard: -z 1 is the same as -z 0" in run.out) == (name == "parts")
     assert len(losses(run.out)) >= STEPS + 3 and np.abs(losses(run.out) - losses(want.out)).max() <= 3e-6
     assert run.log.keys() == want.log.keys() and len(want.log) == STEPS * 2 + 3 + 2
     for (step, kind), value in want.log.items():
