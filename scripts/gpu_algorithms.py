@@ -1,6 +1,7 @@
 """Section of gpu_check.py: whether cuBLASLt has faster algorithms for a model's matmuls than the one it thinks fastest."""
 
 from functools import partial
+from math import inf
 
 import torch
 
@@ -82,7 +83,7 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
             others = list(zip(*(library.calls(*product, added) for product in products)))
             if not others:
                 raise RuntimeError("cuBLASLt has no algorithm for it within the workspace")
-            each = [measure(run, *pair)[0] for pair in others]
+            each = [ms_or_never(run, pair) for pair in others]
             best = each.index(min(each))
             # the least of many is low by chance too: it is measured again, and the trainer's beside it
             (ms, spread), (best_ms, _) = measure(run, *usual), measure(run, *others[best])
@@ -93,6 +94,14 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
             rows.append(row | {"times": times})
             table(record, "").append(row)
     return rows
+
+
+def ms_or_never(run, calls) -> float:
+    """Milliseconds of an algorithm; infinity of one that the library thinks of and then will not launch."""
+    try:
+        return measure(run, *calls)[0]
+    except RuntimeError:
+        return inf
 
 
 def difference(out, usual, other) -> float:

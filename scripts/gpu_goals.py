@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scripts.gpu_compared import AUTOCAST
-from scripts.gpu_kernels import SLOW, WEIGHTY
+from scripts.gpu_kernels import SLOW, WEIGHTY, weighs
 
 CARD = "H200"  # what the goals were set for
 
@@ -29,7 +29,7 @@ def tokens_per_s(report, section, label):
 
 
 def fastest_of(report, model, fp8=False):
-    """tokens/s of a model among the larger ones, at whatever batch and level it ran, in bf16 or with --matmul fp8."""
+    """tokens/s of a model among the larger ones, with whatever batch, level and -ge it ran, in bf16 or with --matmul fp8."""
     rows = (row for row in rows_of(report, "larger") if row["run"].startswith(f"{model} ") and row["run"].endswith("fp8") == fp8)
     return max((row["tokens/s"] for row in rows), default=None)
 
@@ -47,8 +47,7 @@ def over_compiled_small(report, B):
 
 def weighty_kernels(report) -> list[dict]:
     """Rows of kernels that take a share of a step worth a look, and whose share of the copy rate is known."""
-    rows = [row for row in rows_of(report, "kernels") if row.get("of copy") is not None]
-    return [row for row in rows if (row.get("of step") or 1) >= WEIGHTY]
+    return [row for row in rows_of(report, "kernels") if row.get("of copy") is not None and weighs(row)]
 
 
 def slowest_kernel(report):

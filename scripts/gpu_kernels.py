@@ -33,7 +33,7 @@ class Kernel:
     """An operation as the model calls it.
 
     n_bytes   what it must move, each input read and each output written once: a formula of the letters below
-    launches  per training step, likewise
+    launches  per training step, likewise; 0 of what only a step of another kind has
     when      the flags it runs with, if not at -r 0
     forms     of the plan's options
     """
@@ -47,6 +47,11 @@ class Kernel:
     @property
     def name(self) -> str:
         return self.operation + (f" ({self.when})" if self.when else "")
+
+def weighs(row) -> bool:
+    """Whether a kernel takes a share of a step worth a look, or one that is not known."""
+    share = row.get("of step")
+    return share is None or share >= WEIGHTY
 
 
 LETTERS = "u one pass over a (B, T, C) bf16 tensor, n = B T rows, C channels, L layers, V and Vp vocabulary, R rows of a head chunk, " \
@@ -73,7 +78,7 @@ KERNELS = (
     Kernel("adamw_update", "20*P", "1", when="--optimizer-state bf16", forms=(SMALL,)),
     Kernel("adamw_update", "18*P", "1", when="both", forms=(BITS, SMALL)),
     Kernel("adamw_update", "22*P", "1", when="--master none", forms=(("master", "none"),)),
-    Kernel("fp8_operand", "12*u", "L", when="--matmul fp8, fc's dout", forms=(("matmul", "fp8"),)),
+    Kernel("fp8_operand", "12*u", "0", when="--matmul fp8, fc's dout", forms=(("matmul", "fp8"),)),
 )
 
 
@@ -212,7 +217,7 @@ def kernels(run, record):
             rate = n_bytes / ms / 1e6
             row |= {"ms": ms, "spread": spread, "GB/s": rate, "of copy": run.share(rate, "copy"), "launches": launches}
             row["of step"] = ms * launches / run.step_ms if run.step_ms else None
-            row["flag"] = "SLOW" if not run.dry and (row["of copy"] or 1) < SLOW and (row["of step"] or 1) >= WEIGHTY else ""
+            row["flag"] = "SLOW" if not run.dry and (row["of copy"] or 1) < SLOW and weighs(row) else ""
         with attempt(record, f"{kernel.name}, torch's operation"):
             row["torch ms"], _ = measure(run, *Room(run, "torch", **dict(kernel.forms)).sets(kernel, n_bytes))
             row["torch/ours"] = row["torch ms"] / row["ms"] if "ms" in row else None

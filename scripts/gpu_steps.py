@@ -32,11 +32,12 @@ from scripts.gpu_common import (
     BF16, FP32, REPO, Skip, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
 )  # fmt: skip
 
-TEST_FILES = ("tests/test_cuda.py", "tests/test_cublaslt.py", "tests/test_kernels.py", "tests/test_triton_attention.py")
+TEST_FILES = tuple(f"tests/test_{name}.py" for name in ("cuda", "cublaslt", "kernels", "triton_attention", "matmul_fp8"))
 TEST_SECONDS, TEST_SHARE = 150, 0.3  # of the time that is left, unless nothing else is asked for
 TEST_REPORT_SECONDS = 20  # that pytest may take to end, interrupted
 STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, in the summary
 EAGER = "-r 0, without graphs"
+NO_CUDA = "there is no CUDA device"
 
 
 def facts(run, record):
@@ -301,24 +302,27 @@ def more_steps(run, record):
     forms += [(f"-r {level} -ge {fusion}", {"recompute": level, "gelu_fusion": fusion}) for level, fusion in fused]
     forms += [("-r 0, torch's operations", {"kernels": "torch"})]
     if not run.cuda:
-        record["not_run"].append("-ge: there is no CUDA device")
+        record["not_run"].append(f"-ge: {NO_CUDA}")
         forms = [(label, form) for label, form in forms if form.keys() <= {"kernels", "recompute"}]
     measure_forms(run, record, forms)
 
 
 def larger(run, record):
-    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. In bf16, and where it can be in FP8."""
-    for name, config, batches in while_time(run, record, run.sizes.larger, 30, name=lambda x: x[0]):
+    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. As it is, and where they can be with GELU's
+    gradient inside a matmul and in FP8."""
+    for name, config, batches in while_time(run, record, run.sizes.larger, 40, name=lambda x: x[0]):
         largest_step(run, record, name, config, batches)
-        if why := why_no_fp8(run):
-            record["not_run"].append(f"{name} in FP8: {why}")
-        else:
-            largest_step(run, record, name, config, batches, matmul="fp8")
+        others = (("-ge 3", {"gelu_fusion": 3}, "" if run.cuda else NO_CUDA), ("--matmul fp8", {"matmul": "fp8"}, why_no_fp8(run)))
+        for flags, forms, why_not in others:
+            if why_not:
+                record["not_run"].append(f"{name} {flags}: {why_not}")
+            else:
+                largest_step(run, record, name, config, batches, flags, **forms)
 
 
-def largest_step(run, record, name, config, batches, **forms):
-    """A row of the largest of the batches that fits, in these forms of the plan's options."""
-    T, words = run.sizes.T, "".join(f" --{form} {value}" for form, value in forms.items())
+def largest_step(run, record, name, config, batches, flags="", **forms):
+    """A row of the largest of the batches that fits, with these flags, which are those forms of the plan's options."""
+    T = run.sizes.T
     if run.cuda:
         free_memory()  # of the model before
     budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
@@ -328,10 +332,10 @@ def largest_step(run, record, name, config, batches, **forms):
         chosen[level] = next((b for b in batches if b <= most), 0)
     level, B = 0 if chosen[0] == chosen[2] else 2, chosen[2]
     if not B:
-        record["not_run"].append(f"{name}{words}: not even one sequence fits {budget // MIB} MiB")
+        record["not_run"].append(f"{name} {flags}: not even one sequence fits {budget // MIB} MiB")
         return
     for B in (b for b in batches if b <= chosen[level]):
-        label, has_room = f"{name} -b {B} -r {level}{words}", True
+        label, has_room = f"{name} -b {B} -r {level} {flags}".rstrip(), True
         with attempt(record, label):
             try:
                 row = step_row(run, label, config, B, T, recompute=level, **forms)

@@ -4,6 +4,7 @@ Nothing here is timed, and no number of a dry run means anything.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -309,6 +310,20 @@ def test_where_graphs_fail_the_rest_runs_without(run, monkeypatch):
     assert run.step_ms == 200.0
 
 
+def test_larger_models_run_with_every_flag_that_may_make_them_faster(run, monkeypatch):
+    fake_rows(monkeypatch, {})
+    record = new_record("")
+    gpu_steps.larger(run, record)
+    assert [row["run"] for row in record["tables"][""]] == ["tiny -b 2 -r 0"] * len(run.sizes.larger)
+    assert {line.partition(":")[0] for line in record["not_run"]} == {"tiny -ge 3", "tiny --matmul fp8"}
+    monkeypatch.setattr(Backend, "free_bytes", lambda backend: 1 << 30)
+    monkeypatch.setattr(Backend, "capability", lambda backend: (9, 0))
+    run.cuda, run.kernels, record = True, "triton", new_record("")
+    gpu_steps.larger(run, record)
+    assert [row["run"] for row in record["tables"][""]][:3] == [f"tiny -b 2 -r 0{more}" for more in ("", " -ge 3", " --matmul fp8")]
+    assert not record["not_run"] and not record["errors"]
+
+
 def test_small_batches_are_measured_in_turn_and_compared_with_pytorch(run, monkeypatch):
     replayed_on_a_cpu(monkeypatch)
     calls, ms = [], {"graph": 4.0, "eager": 9.0, "theirs": 8.0}
@@ -414,6 +429,13 @@ def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, mo
     [first, second] = record["tables"]["over a step"]
     assert second["ms"] == 4.0 * (12 * layers + 3 * heads) and second["best ms"] == second["ms"] / 2
     assert first["ms"] == second["ms"] - 3.0 * layers and first["best ms"] == second["best ms"] + (1.0 - 2.0 + 4.0 - 2.0) * layers
+
+
+def test_an_algorithm_that_is_not_launched_is_none_to_choose(run):
+    def refuse():
+        raise RuntimeError("cublasLtMatmul failed")
+
+    assert gpu_algorithms.ms_or_never(run, [refuse]) == math.inf
 
 
 def test_a_matmul_without_an_algorithm_is_an_error_of_its_own(run, monkeypatch):
@@ -626,9 +648,10 @@ def measured_report():
         "more_steps": [{"run": "-r 5", "tokens/s": 450_000.0}],
         "compile": [{"plain PyTorch": compiled, "ratio -r 0": 0.8, "ratio -r 2": 1.0}],
         "small_batches": [{"-b": 4, "run": run, "tokens/s": n} for run, n in (("graph", 3e5), ("eager", 1e5), ("torch.compile", 2e5))],
-        "larger": [{"run": "d24 -b 64 -r 0", "tokens/s": 1e6}, {"run": "d48 -b 32 -r 2", "tokens/s": 58_000.0},
-                   {"run": "d48 -b 32 -r 2 --matmul fp8", "tokens/s": 61_000.0}],
+        "larger": [{"run": "d24 -b 64 -r 0", "tokens/s": 1e6}, {"run": "d48 -b 32 -r 2", "tokens/s": 52_000.0},
+                   {"run": "d48 -b 32 -r 2 -ge 3", "tokens/s": 58_000.0}, {"run": "d48 -b 32 -r 2 --matmul fp8", "tokens/s": 61_000.0}],
         "kernels": [{"kernel": "small", "of copy": 0.1, "of step": 0.001}, {"kernel": "slow", "of copy": 0.63, "of step": 0.02},
+                    {"kernel": "of another kind of step", "of copy": 0.2, "of step": 0.0},
                     {"kernel": "failed"}],
     }  # fmt: skip
     return {"dry_run": False, "sections": {name: {"tables": {"": rows}} for name, rows in tables.items()}}
