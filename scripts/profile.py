@@ -13,8 +13,9 @@ ms        per step: the mean of the middle half of the steps in order of their t
 GB/s      each tensor among the arguments and results counts once, whatever is done with it; twice if it is read and written in place
           or added to; working room not at all; of an embedding the rows of tokens that occur. Of the update: what it reads and writes
 TFLOP/s   matmuls from their shapes; causal attention counts the half it computes: 2 B T T C forward, 5 B T T C backward
-of limit  the least time that its bytes take at the speed of a large copy, or its FLOPs at that of a large matmul, whichever is more,
-          over the time it took. Above 100%: what it reads was in a cache, or is written in place, which spares what a copy waits for
+of limit  the least time that its bytes take at the speed of a large copy, or its FLOPs at that of a large matmul, in FP8 at twice that,
+          whichever is more, over the time it took. Above 100%: what it reads was in a cache, or is written in place, which spares what a
+          copy waits for
 rest      what no operation covers: Python between them, a device that waits for it, copies in, fills
 """
 
@@ -65,6 +66,9 @@ OWN = {"-h", "--help", "-o", "--steps", "--output", "--json", "--trace", "--nvtx
 # matmul -> places of an argument with a row for every token, and of the weight or its gradient
 MATMULS = {"matmul_forward": (0, 2), "matmul_dinput": (0, 2), "matmul_dweight": (1, 0),
            "matmul_gelu_forward": (0, 3), "matmul_gelu_backward": (0, 2)}  # fmt: skip
+# with --matmul fp8, place of an argument -> bytes of an element more than its two: a factor is read once more, and written and read in FP8
+FP8_BYTES = {"matmul_forward": {1: 4, 2: 4}, "matmul_dout": {0: 4}, "matmul_dinput": {1: -1, 2: 4}, "matmul_dweight": {1: -1, 2: 4}}
+FP8_SPEED = 2  # of a card's matmuls, next to bf16's
 CALLED_BY_NAME = ("residual_",)  # functions that are not among model.ops
 # of how many of its first tensors an operation reads what it overwrites
 IN_PLACE = {"residual_layernorm_forward": 1, "residual_add_inplace": 1, "gelu_backward_inplace": 1, "layernorm_backward": 1,
@@ -202,7 +206,7 @@ class Limits:
     copy_gb_s: float
     matmul_tflops: float
 
-    def floor_ms(self, n_bytes: int, flops: int) -> float:
+    def floor_ms(self, n_bytes: int, flops: float) -> float:
         """The least time for so much of both, one beside the other."""
         return max(n_bytes / self.copy_gb_s / 1e6, flops / self.matmul_tflops / 1e9)
 
@@ -254,7 +258,14 @@ def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
     for place, rows in zip(EMBEDDINGS.get(name, ()), embedding_rows):
         sizes[place] = sizes[place] // len(tensors[place]) * rows
     twice = int(kwargs["accumulate"]) if name == "matmul_dweight" else IN_PLACE.get(name, 0)
-    return sum(sizes) + sum(sizes[:twice])
+    operands = FP8_BYTES.get(name, {}) if in_fp8(args, kwargs) else {}
+    return sum(sizes) + sum(sizes[:twice]) + sum(more * args[place].numel() for place, more in operands.items())
+
+
+def in_fp8(args, kwargs) -> bool:
+    """Whether a matmul makes its factors in FP8 first: it has room for them, last among its arguments."""
+    room = kwargs.get("room", args[-1])
+    return isinstance(room, dict) and "fp8_inp" in room
 
 
 def count_update_bytes(flat: dict) -> int:
@@ -273,7 +284,7 @@ def count_flops(name: str, args, attention: int) -> int:
 
 def kind_of(operation: str) -> str:
     """One of those that have a colour."""
-    if operation in MATMULS:
+    if operation in (*MATMULS, "matmul_dout"):
         return MATMUL
     named = {"attention": ATTENTION, "fused_classifier": CLASSIFIER, "global_norm": UPDATE, "adamw": UPDATE}
     return next((kind for start, kind in named.items() if operation.startswith(start)), ELEMENTWISE)
@@ -340,7 +351,7 @@ class Recorder:
         flops = count_flops(key[-1], args, self.attention)
         cost = self.costs[key]
         cost.calls, cost.n_bytes, cost.flops = cost.calls + 1, cost.n_bytes + n_bytes, cost.flops + flops
-        cost.floor_ms += self.limits.floor_ms(n_bytes, flops)
+        cost.floor_ms += self.limits.floor_ms(n_bytes, flops / FP8_SPEED if in_fp8(args, kwargs) else flops)
 
     def measure(self, step) -> tuple[dict, float]:
         """Milliseconds of each key, and of the whole step. The device is waited for before and after, not within."""

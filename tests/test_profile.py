@@ -227,6 +227,31 @@ def test_a_matmul_with_gelu_inside_counts_as_the_matmul(name, shapes):
     assert profile.kind_of(name) == "matmul"
 
 
+@pytest.mark.parametrize("level", [0, 4])
+def test_in_fp8_matmuls_move_their_operands_too_and_multiply_twice_as_fast(level):
+    """By as many bytes more than in bf16 as the plan says, but for dout of three matmuls, which the plan takes for read once in bf16, and rows
+    for read twice. The head's are the same."""
+    found = {}
+    for matmul in ("native", "fp8"):
+        options = PlanOptions(config_from_descriptor("d2"), 4, T, "bf16", level, kernels="torch", matmul=matmul)
+        model = gpt2.GPT2(Plan(options))
+        model.init_random()
+        recorder, step = profile.prepare(model, Backend(torch.device("cpu"), "cpu", "a CPU"), Limits(1e9, 1.0))  # so FLOPs take longer
+        recorder.counting = True
+        with torch.no_grad(), profile.hooked(model, recorder):
+            recorder.measure(step)
+        found[matmul] = recorder.costs, step_cost(options).bytes
+    (costs, n_bytes), (costs8, n_bytes8) = found.values()
+    more = sum(c.n_bytes for c in costs8.values()) - sum(c.n_bytes for c in costs.values())
+    assert more == n_bytes8 - n_bytes - 2 * L * (3 + 1 + 4) * 4 * T * C > 0
+    for key, cost in costs.items():
+        assert costs8[key].flops == cost.flops
+        if cost.flops and key[-1] in profile.MATMULS:
+            assert costs8[key].floor_ms == cost.floor_ms / (1 if key[0] == "head" else 2), key
+    made = {key for key in costs8 if key not in costs}
+    assert {key[-1] for key in made} == {"matmul_dout"} and all(profile.kind_of(key[-1]) == "matmul" for key in made)
+
+
 @pytest.mark.parametrize("chunk", [5, 24])
 def test_matmul_flops_do_not_depend_on_the_chunks_of_the_head(profiled, chunk):
     _, found = profiled("--head-chunk", str(chunk))
