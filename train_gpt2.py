@@ -5,13 +5,15 @@
 
 The program, top to bottom: opening what the flags ask for, building it, the loop. What it uses:
 
-what is asked llmc/: flags, request (model, sizes, plan, what auto decides)
-layers        llmc/layers/: encoder layernorm matmul gelu attention residual fused_classifier global_norm adamw rounding
+what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, cards
+the model     llmc/: gpt2 (stages over named views, forward and backward), graphs
+layers        llmc/layers/: encoder layernorm matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
+              adamw rounding rows
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
 memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
-              cost, traffic, choose, report, record
-several ranks llmc/distributed/: place, rendezvous, watch
-host side     llmc/: preamble, data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, interrupt
+              cost, traffic, choose, report, traffic_report, columns, record
+several ranks llmc/distributed/: place, rendezvous, network, watch, verdict; gloo, group, sharing, tensor_parallel
+host side     llmc/: data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, rand, files, interrupt, errors, units
 """
 
 import io
@@ -460,7 +462,7 @@ def may_skip(s: Settings) -> bool:
 
 
 def judge(run, launched) -> SimpleNamespace:
-    """Loss and norm of a step, with their z-scores among those before; and how many checkpoints all ranks had written by then."""
+    """Loss and norm of a step, with their z-scores (OutlierDetector); and how many checkpoints all ranks had written by then."""
     loss_sum, norm, stops, written = launched.reading()
     run.stop.agreed |= stops > 0
     loss = loss_sum / run.model.tokens(run.grad_accum_steps)
@@ -560,7 +562,7 @@ def validate(run, step):
 
 
 def mean_over_ranks(run, means) -> float:
-    """Of so many means on each rank."""
+    """The mean over all ranks' means, as many on each."""
     sharing = run.model.sharing
     return sharing.total(sum(mean.item() for mean in means)) / (len(means) * sharing.size)
 

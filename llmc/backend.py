@@ -318,9 +318,7 @@ def choose_precision(precision: str, backend: Backend) -> str:
     """fp32 or bf16 for a model made from a descriptor: bf16 wherever the hardware has it."""
     if backend.kind == "cpu":
         return likely_precision(precision, "cpu")
-    import torch
-
-    native = torch.cuda.get_device_capability(backend.device) >= (8, 0)
+    native = backend.capability() >= (8, 0)
     if precision == "bf16" and not native:
         raise UserError(f"--precision bf16: {backend.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32")
     return precision if precision != "auto" else ("bf16" if native else "fp32")

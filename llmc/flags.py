@@ -56,8 +56,8 @@ class Flag:
         return ", ".join([*map(str, self.also), f"or {number}"]) if self.also else number
 
 
-def _on_off(short: str, long: str, default: int, help: str, hint: str = "") -> Flag:
-    return Flag((short,), long, int, default, "0|1", help, choices=(0, 1), hint=hint)
+def _on_off(short: tuple[str, ...], long: str, default: int, help: str, hint: str = "") -> Flag:
+    return Flag(short, long, int, default, "0|1", help, choices=(0, 1), hint=hint)
 
 
 NEVER = "0 or -1 means never"
@@ -75,12 +75,12 @@ GROUPS = {
              at_least=0, also=(-1,)),
         Flag(("-n",), "checkpoint-every", int, 0, "STEPS", f"write a checkpoint this often and at the end; {NEVER}",
              at_least=0, also=(-1,)),
-        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "of -n's checkpoints keep only the newest; 0 keeps all", at_least=0),
+        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "of -n's checkpoints keep so many, the newest; 0 keeps all", at_least=0),
         Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
              at_least=0),
-        Flag((), "async-checkpoint", int, 0, "0|1", "write checkpoints beside training, which waits only until they are copied into host "
-             "memory that the plan counts", choices=(0, 1)),
-        _on_off("-y", "resume", 0, "go on from the complete checkpoint of the highest step in the output directory"),
+        _on_off((), "async-checkpoint", 0, "write checkpoints beside training, which waits only until they are copied into host memory "
+                "that the plan counts"),
+        _on_off(("-y",), "resume", 0, "go on from the complete checkpoint of the highest step in the output directory"),
     ),
     "tokens per step": (
         Flag(("-b",), "batch-size", int, 4, "B",
@@ -95,7 +95,7 @@ GROUPS = {
         Flag(("-x",), "max-steps", int, -1, "STEPS", "how long to train; -1: one epoch, 0: only evaluate", at_least=0, also=(-1,)),
     ),
     "optimisation": (
-        Flag(("-k",), "lr-scheduler", str, "cosine", "NAME", "shape of the learning rate: cosine, linear, constant or wsd",
+        Flag(("-k",), "lr-scheduler", str, "cosine", "cosine|linear|constant|wsd", "shape of the learning rate over the steps",
              choices=("cosine", "linear", "constant", "wsd")),
         Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
         Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps to rise to it from zero", at_least=0, at_most=2**31 - 1),
@@ -113,15 +113,15 @@ GROUPS = {
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
-        _on_off("-h", "hellaswag", 0, "score HellaSwag when -v validates, but for the start, and at the end",
+        _on_off(("-h",), "hellaswag", 0, "score HellaSwag when -v validates, but for the start, and at the end",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
     "debugging": (
-        _on_off("-a", "overfit-single-batch", 0, "train on the first validation batch only, over and over"),
+        _on_off(("-a",), "overfit-single-batch", 0, "train on the first validation batch only, over and over"),
     ),
     "numerics": (
-        _on_off("-f", "tf32", 1, "let fp32 matmuls use TF32 on a GPU that has it"),
-        _on_off("-w", "master-weights", 1, "keep fp32 weights beside bf16 ones for the optimizer"),
+        _on_off(("-f",), "tf32", 1, "let fp32 matmuls use TF32 on a GPU that has it"),
+        _on_off(("-w",), "master-weights", 1, "keep fp32 weights beside bf16 ones for the optimizer"),
         Flag((), "master", str, "auto", "auto|fp32|bits16|none",
              "form of the fp32 master weights: a copy, or exactly the same in the 16 bits that bf16 lacks; auto follows -w",
              choices=("auto", "fp32", "bits16", "none")),
@@ -164,13 +164,12 @@ GROUPS = {
         Flag((), "node-link", float, 0.0, "GBITS", "the same inside a machine, between its -pg neighbours; 0: as --link", at_least=0),
     ),
     "several processes": (
-        Flag((), "reduce-every-micro-step", int, 1, "0|1", "sum gradients over processes after each micro-step, as -z 2 and 3 must, so "
-             "that all stages give the same bits; 0: -z 0 and 1 do so once a step, and send less", choices=(0, 1)),
+        _on_off((), "reduce-every-micro-step", 1, "sum gradients over processes after each micro-step, as -z 2 and 3 must, so that all "
+                "stages give the same bits; 0: -z 0 and 1 do so once a step, and send less"),
         Flag((), "tensor-parallel", int, 1, "PARTS", "split every layer and the vocabulary over so many processes, neighbours",
              at_least=1),
-        Flag((), "tp-recompute-allgather", int, 1, "0|1",
-             "rows that --tensor-parallel gathers for a matmul: 1 gathers them again in backward, 0 keeps them",
-             choices=(0, 1)),
+        _on_off((), "tp-recompute-allgather", 1,
+                "rows that --tensor-parallel gathers for a matmul: 1 gathers them again in backward, 0 keeps them"),
         Flag(("-pn",), "num-processes", int, 1, "COUNT", "processes in all; not needed with a launcher", at_least=1),
         Flag(("-pr",), "process-rank", int, 0, "RANK", "number of this process, from 0; not needed with a launcher", at_least=0),
         Flag(("-pg",), "gpus-per-node", int, 8, "COUNT", "GPUs, and so processes, in each machine, where no launcher says it", at_least=1),

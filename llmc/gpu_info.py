@@ -4,7 +4,11 @@ from llmc.errors import UserError
 
 
 def device_line(backend) -> str:
-    """The line of a run's own device. Raises UserError if that is no GPU, or as gpu_info_line does."""
+    """Load, clocks, power and temperature of a run's GPU, as llm.c prints them, without a newline.
+
+    What a card does not have (a fan, on most in data centres: llm.c exits there) reads n/a. Raises UserError if the device is no GPU, or
+    the library is absent or will not answer; call it once before training to learn that in time.
+    """
     if backend.kind != "cuda":
         raise UserError(f"-lg asks a GPU for its state, and this run is on {backend.name}; leave -lg out, or use --device cuda")
     import torch
@@ -12,13 +16,8 @@ def device_line(backend) -> str:
     return gpu_info_line(f"GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
 
 
-def gpu_info_line(device: int | str) -> str:
-    """Load, clocks, power and temperature of one GPU, as llm.c prints them, without a newline.
-
-    device is its number as nvidia-smi counts, which is not CUDA's where CUDA_VISIBLE_DEVICES is set, or its UUID ("GPU-..."), which is
-    safe. What a card does not have (a fan, on most in data centres: llm.c exits there) reads n/a. Raises UserError if the library is
-    absent or will not answer; call it once before training to learn that in time.
-    """
+def gpu_info_line(uuid: str) -> str:
+    """device_line of the GPU with that UUID ("GPU-..."): NVML's numbers are not CUDA's where CUDA_VISIBLE_DEVICES is set."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -27,10 +26,9 @@ def gpu_info_line(device: int | str) -> str:
         ) from None
     try:
         nvml.nvmlInit()  # counted by the library: only the first call costs anything
-        handle = nvml.nvmlDeviceGetHandleByUUID(device) if isinstance(device, str) else nvml.nvmlDeviceGetHandleByIndex(device)
-        return _line(nvml, handle)
+        return _line(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
     except nvml.NVMLError as error:
-        raise UserError(f"-lg could not ask GPU {device}: {error}; check that nvidia-smi works, or leave -lg out") from error
+        raise UserError(f"-lg could not ask {uuid}: {error}; check that nvidia-smi works, or leave -lg out") from error
 
 
 def _line(nvml, handle) -> str:

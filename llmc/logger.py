@@ -14,12 +14,12 @@ class Logger:
     """DIR/main.log, one line per measurement; without a folder, nothing. Each line is with the operating system when its call returns, but
     for those before the first training step, which wait for it, or for the end.
 
-    What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
-
     So what refuses or ends a run before it has trained leaves the log of an earlier one. Then a fresh run (resume_step None) empties the
-    file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped
-    first. llm.c leaves them, and a plot then runs backwards: steps s.. appear twice. The weights those lines measured are gone, and
-    the resumed run measures the same steps again, so the file reads as if nothing had happened.
+    file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped first. llm.c leaves them, and a plot then runs
+    backwards: steps s.. appear twice. The weights those lines measured are gone, and the resumed run measures the same steps again, so the
+    file reads as if nothing had happened.
+
+    What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
 
     Raises UserError where the file cannot be opened. What cannot be written goes to failed(UserError), once; then nothing more is written.
     """
@@ -109,10 +109,10 @@ def table_rule() -> str:
     return f"+{'-' * (NAME_WIDTH + 2)}+{'-' * (VALUE_WIDTH + 2)}+"
 
 
-def table_row(name: str, value: int | float | str, conversion: str = "") -> str:
-    """One row of the parameter table. `conversion` is printf's, without %: "f" or ".1f"; left out, d for int, e for float, s for str."""
-    conversion = conversion or {int: "d", float: "e", str: "s"}[type(value)]
-    return f"| {name:<{NAME_WIDTH}} | {format(value, conversion):<{VALUE_WIDTH}} |"
+def table_row(name: str, value: int | float | str) -> str:
+    """One row of the parameter table: what printf makes of the value with %d, %e or %s."""
+    text = format(value, {int: "d", float: "e", str: "s"}[type(value)])
+    return f"| {name:<{NAME_WIDTH}} | {text:<{VALUE_WIDTH}} |"
 
 
 def _drop_lines_beyond(step: int, path: Path) -> frozenset[str]:

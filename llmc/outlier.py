@@ -25,7 +25,7 @@ class OutlierDetector:
         self._undo = None  # what update() overwrote
 
     def update(self, x: float) -> float:
-        """Take x into the window and return its z-score against the window it is now part of; nan until that is full.
+        """Take x into the window and return its z-score against the window it is now part of; nan for the WINDOW_SIZE that fill it.
 
         Values that never vary score 0. A nan or inf scores nan and stays out.
         """

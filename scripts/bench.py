@@ -84,11 +84,11 @@ def main():
         else:
             compare_time(args, backend, precision)
             if backend.kind == "cpu":
-                measure_host_side(args, backend, precision)
+                measure_host_side(args, precision)
 
 
 class OurTrainer:
-    """One training step of ours, bf16 with fp32 master weights, as train_gpt2.py runs it."""
+    """One training step of ours, as train_gpt2.py runs it in that precision."""
 
     def __init__(self, args, config, precision, backend):
         words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
@@ -182,7 +182,7 @@ def sweep(args, backend, precisions):
                   f"{m['ours_share']:>15.0%} {m['pytorch'] * 1e3:>11.0f} {statistics.median(m['ratios']):>13.3f}", flush=True)  # fmt: skip
 
 
-def measure_host_side(args, backend, precision):
+def measure_host_side(args, precision):
     """What the loader and the log cost per step, measured apart: too little to see in a step's time."""
     import tempfile
 

@@ -33,6 +33,7 @@ from llmc.data.shards import write_shard
 from llmc.errors import MEMORY_CODE, UserError, full_disk_or_denied, run_script
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
+from llmc.memory.columns import in_columns
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.report import COLUMNS
@@ -316,8 +317,7 @@ def comparison(runs: list[Run], labels: list[str]) -> list[str]:
         )
         for label, run in zip(labels, runs)
     ]
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (heads, *rows)]
+    lines = in_columns((heads, *rows), numbers=range(1, len(heads)))
     level = f"-r {runs[base].level}"
     which = labels[base] if labels[base] == level else f"{labels[base]} ({level})"
     reason = "" if runs[base].level == 0 else ", the first row, as there is no -r 0"

@@ -308,8 +308,8 @@ def more_steps(run, record):
 
 
 def larger(run, record):
-    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. As it is, and where they can be with GELU's
-    gradient inside a matmul and in FP8."""
+    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. As it is, and where they can be with
+    GELU's gradient inside a matmul and in FP8."""
     for name, config, batches in while_time(run, record, run.sizes.larger, 40, name=lambda x: x[0]):
         largest_step(run, record, name, config, batches)
         others = (("-ge 3", {"gelu_fusion": 3}, "" if run.cuda else NO_CUDA), ("--matmul fp8", {"matmul": "fp8"}, why_no_fp8(run)))

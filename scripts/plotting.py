@@ -45,7 +45,7 @@ def shown(text: str) -> str:
 
 
 def new_figure(width: float, height: float):
-    """An empty figure, inches, of 900 pixels at 100 dpi where width is 9. Agg: no window, no display, no global state."""
+    """An empty figure of so many inches, saved at DPI. Agg: no window, no display, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

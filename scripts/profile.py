@@ -48,6 +48,7 @@ from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory, run_script
 from llmc.files import write_atomically
 from llmc.flags import BY_NAME, FLAGS, parse
 from llmc.memory.choose import in_mib
+from llmc.memory.columns import in_columns
 from llmc.memory.ladder import passes
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
@@ -614,8 +615,7 @@ def table_lines(title: str, rows: list[Row], step_ms: float) -> list[str]:
          number(row.of_limit, ".0%"))
         for row in rows
     ]  # fmt: skip
-    widths = [max(len(line[i]) for line in (heads, *cells)) for i in range(len(heads))]
-    return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (heads, *cells)]
+    return in_columns((heads, *cells), numbers=range(1, len(heads)))
 
 
 def as_json(profile: Profile) -> dict:
@@ -628,7 +628,7 @@ def as_json(profile: Profile) -> dict:
 
     return {
         "model": run.settings.model, "batch_size": o.B, "sequence_length": o.T, "recompute": o.recompute, "precision": o.precision,
-        "kernels": o.kernel_set, "attention": o.attention_kind, "gelu_fusion": o.gelu_fusion, "eager": True,
+        "kernels": o.kernel_set, "attention": o.attention_kind, "gelu_fusion": o.gelu_fusion,
         "device": run.backend.name, "torch": profile.torch_version, "notes": run.notes,
         "copy_gb_s": profile.limits.copy_gb_s, "matmul_tflop_s": profile.limits.matmul_tflops,
         "step_ms": step_ms, "steps_ms": profile.ms, "plain_step_ms": profile.plain_step_ms, "plain_steps_ms": profile.plain_ms,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot
+from llmc.checkpoint.state_file import read_facts, tensor_names, tensor_offset
 from llmc.checkpoint.writer import WriteAtOnce
 from llmc.config import ModelConfig
 from llmc.data.walk import LoaderState
@@ -85,6 +86,13 @@ class NoLoader:
     def state(self) -> LoaderState:
         none = np.zeros(0, np.int32)
         return LoaderState(False, 0, 0, none, 0, none, b"")
+
+
+def read_state(path, num_parameters, rank=None):
+    """A state file's facts, and its tensors by name, (num_parameters,) fp32."""
+    state = read_facts(path, num_parameters, rank)
+    names = tensor_names(state.use_master_weights)
+    return state, {name: np.fromfile(path, "<f4", num_parameters, offset=tensor_offset(name, num_parameters)) for name in names}
 
 
 def save_snapshot(folder, step, model, loader, extra, *, master_weights):

@@ -450,7 +450,7 @@ def test_the_plan_s_forms_show_the_copy():
     mib = f"{plan.checkpoint_bytes / MIB:.1f}"
     assert f"host memory: {mib} MiB for checkpoints while they are written, in the total" in out.splitlines()
     heads, *rows = [re.split(r" {2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
-    assert {row[heads.index("checkpoint")] for row in rows} == {mib} and legend(plan.options)[-1].startswith("checkpoint ")
+    assert {row[heads.index("checkpoint")] for row in rows} == {mib} and legend(plan.columns)[-1].startswith("checkpoint ")
     told = json.loads(ran("-e d6 -b 2 -t 64 --plan --json --device cpu --precision bf16", ASYNC))
     assert told["async_checkpoint"] is True and {row["checkpoint_mib"] for row in told["levels"]} == {plan.checkpoint_bytes / MIB}
     assert {row["checkpoint_mib"] for row in level_rows(replace(plan.options, async_checkpoint=False))} == {0}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt2
 from llmc.errors import UserError
 from llmc.flags import BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, Settings, flag_table_markdown, format_help, parse, refuse_contradictions
 from llmc.memory.ladder import NOT_KEPT
@@ -217,6 +218,12 @@ def test_examples_of_the_help_are_accepted(what, arguments):
 def test_readme_lists_the_exit_codes():
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", (REPO / "README.md").read_text(encoding="utf-8"), re.M)
     assert {int(code): meaning.replace("`", "") for code, meaning in rows} == EXIT_CODES
+
+
+def test_the_program_s_first_lines_name_every_module():
+    guide = train_gpt2.__doc__.partition("What it uses")[2]
+    modules = {path.stem for folder in ("", "layers", "memory", "distributed") for path in (REPO / "llmc" / folder).glob("*.py")}
+    assert {name for name in modules - {"__init__"} if not re.search(rf"\b{name}\b", guide)} == set()
 
 
 def test_readme_lists_the_flags_of_the_table():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocations import largest_allocation
-from case_a import NoLoader, save_snapshot, write_case_a
+from case_a import NoLoader, read_state, save_snapshot, write_case_a
 from oracle import assert_as_good_as_eager, loss_and_gradients
 from test_gpt2 import DEEP, DTYPE, SMALL, activation_arena, batch, build, precisions, raw, state, train_step
 from test_gpt2 import one_thread  # noqa: F401  (autouse here too)
@@ -24,7 +24,6 @@ import train_gpt2
 from llmc.cards import Budget
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot
-from llmc.checkpoint.state_file import read_state
 from llmc.checkpoint.store import state_path
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.errors import UserError

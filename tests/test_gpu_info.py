@@ -44,7 +44,7 @@ def fake(answers):
 
 BUSY = {
     "samples": {"gpu": [98, 99, 100], "memory": [40, 41]},
-    "nvmlInit": None, "nvmlDeviceGetHandleByIndex": "handle", "nvmlDeviceGetHandleByUUID": "handle", "nvmlDeviceGetFanSpeed": 7,
+    "nvmlInit": None, "nvmlDeviceGetHandleByUUID": "handle", "nvmlDeviceGetFanSpeed": 7,
     "nvmlDeviceGetClockInfo": 990, "nvmlDeviceGetMaxClockInfo": 1980, "nvmlDeviceGetPowerUsage": 699_999,
     "nvmlDeviceGetPowerManagementLimit": 700_000, "nvmlDeviceGetTemperature": 65, "nvmlDeviceGetTemperatureThreshold": 87,
     "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
@@ -53,9 +53,9 @@ BUSY = {
 
 @pytest.fixture
 def ask(monkeypatch):
-    def line(device=0, **changes):
+    def line(**changes):
         monkeypatch.setitem(sys.modules, "pynvml", fake({**BUSY, **changes}))
-        return gpu_info_line(device)
+        return gpu_info_line("GPU-12ab")
 
     return line
 
@@ -83,20 +83,13 @@ def test_what_the_card_does_not_have_is_said_and_the_rest_printed(ask):
     assert ask(nvmlDeviceGetCurrentClocksThrottleReasons=absent).endswith("| n/a")
 
 
-def test_a_gpu_is_found_by_number_or_by_uuid(ask):
-    def refuse(_):
-        raise AssertionError("asked the other way")
-
-    assert ask(3, nvmlDeviceGetHandleByUUID=refuse) == ask("GPU-12ab", nvmlDeviceGetHandleByIndex=refuse)
-
-
-@pytest.mark.parametrize("where", ("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPowerUsage"))
+@pytest.mark.parametrize("where", ("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetPowerUsage"))
 def test_a_failing_driver_stops_with_a_sentence(ask, where):
-    with pytest.raises(UserError, match="-lg could not ask GPU 0: error 9; check that nvidia-smi works"):
+    with pytest.raises(UserError, match="-lg could not ask GPU-12ab: error 9; check that nvidia-smi works"):
         ask(**{where: FakeError(NO_DRIVER)})
 
 
 def test_an_absent_library_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(UserError, match="pip install nvidia-ml-py"):
-        gpu_info_line(0)
+        gpu_info_line("GPU-12ab")

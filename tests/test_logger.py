@@ -176,8 +176,6 @@ def test_step_line_does_not_invent_an_mfu():
     [
         ("| checkpoint_every      | 5000                                               |", "checkpoint_every", 5000),
         ("| learning rate (LR)    | 3.000000e-04                                       |", "learning rate (LR)", 3e-4),
-        ("| skip update lossz     | 7.000000                                           |", "skip update lossz", 7.0, "f"),
-        ("| peak TFlops           | 989.4                                              |", "peak TFlops", 989.43, ".1f"),
         ("| LR scheduler          | cosine                                             |", "LR scheduler", "cosine"),
         ("| max_sequence_length T | 1024                                               |", "max_sequence_length T", 1024),
         (f"| train data pattern    | {'x' * 60} |", "train data pattern", "x" * 60),  # longer values push the edge out, as printf does

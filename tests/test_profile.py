@@ -229,8 +229,8 @@ def test_a_matmul_with_gelu_inside_counts_as_the_matmul(name, shapes):
 
 @pytest.mark.parametrize("level", [0, 4])
 def test_in_fp8_matmuls_move_their_operands_too_and_multiply_twice_as_fast(level):
-    """By as many bytes more than in bf16 as the plan says, but for dout of three matmuls, which the plan takes for read once in bf16, and rows
-    for read twice. The head's are the same."""
+    """By as many bytes more than in bf16 as the plan says, but for dout of three matmuls, which the plan takes for read once in bf16, and
+    rows for read twice. The head's are the same."""
     found = {}
     for matmul in ("native", "fp8"):
         options = PlanOptions(config_from_descriptor("d2"), 4, T, "bf16", level, kernels="torch", matmul=matmul)

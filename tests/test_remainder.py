@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.checkpoint.state_file import TrainingState, read_extra, read_state, write_extra, write_state
+from llmc.checkpoint.state_file import TrainingState, read_extra, read_facts, write_extra, write_state
 from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, pack, unpack
 from llmc.data.resume import plan_resume
@@ -72,7 +72,7 @@ def saved(loaders, folder: Path):
         state = TrainingState(3, len(loaders), rank, False, 1, 1, loader.state())
         write_state(folder / "state.bin", state, [np.zeros(8, np.uint8)], 1)
         write_extra(folder / "extra.json", {"B": loader.geometry.B, "T": loader.geometry.T, "data": loader.data_state()})
-        states.append(read_state(folder / "state.bin", 1, rank)[0].loader)
+        states.append(read_facts(folder / "state.bin", 1, rank).loader)
         extras.append(read_extra(folder / "extra.json"))
     return states, extras
 

@@ -191,7 +191,7 @@ def test_what_one_setting_keeps_more_than_the_other_is_the_other_parts_rows(rank
             o = PlanOptions(config, 4, 64, precision=precision, recompute=0, tensor_parallel=parts, kernels="numba")
             gathers, keeps = Plan(o), Plan(replace(o, keep_gathered=True))
             more = config.num_layers * (o.B * o.T * 64 - o.B * o.T // parts * 64) * size * 2
-            assert keeps.kept_bytes - gathers.kept_bytes == more
+            assert keeps.columns["kept"] - gathers.columns["kept"] == more
             assert keeps.total_bytes - gathers.total_bytes == more
 
 

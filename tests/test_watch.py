@@ -20,8 +20,9 @@ TIMEOUT_S = 60
 class Case:
     """A judge, and what it hears: everybody beats unless told otherwise."""
 
-    def __init__(self, rank: int = 0, **options):
-        self.judge = Judge(rank, MEMBERS, TIMEOUT_S, **{"has_agent": False, "waits_silently": False} | options)
+    def __init__(self, rank: int = 0, has_agent: bool = False, waits_silently: bool = False):
+        self.judge = Judge(rank, MEMBERS, TIMEOUT_S, has_agent=has_agent)
+        self.judge.waits_silently = waits_silently
         self.beats = {each: Beat(progress="step 7") for each in (range(3) if rank == 0 else (0,))}
         self.silent, self.store_answers, self.now, self.heard = set(), True, 0.0, Heard()
 

@@ -1,6 +1,7 @@
 """The training state beside a model: optimizer moments, generators, the loader's place. Source: llm.c train_gpt2.cu.
 
-Every rank writes its own: state_STEP_RANK.bin, byte for byte llm.c's, and extra_STEP_RANK.json for what llm.c's header has no room for.
+Every rank writes its own, with tensor parallelism the first of a group for all: state_STEP_RANK.bin, byte for byte llm.c's, and
+extra_STEP_RANK.json for what llm.c's header has no room for.
 """
 
 import json
@@ -72,7 +73,7 @@ def loader_pieces(loader: LoaderState) -> list:
 
 
 def read_num_processes(path) -> int:
-    """How many ranks wrote the checkpoint this state file belongs to. Raises UserError as read_state does."""
+    """How many ranks wrote the checkpoint this state file belongs to. Raises UserError as read_state_header does."""
     return int(read_state_header(path)[2])
 
 
@@ -98,17 +99,6 @@ def read_state_header(path, rank: int | None = None) -> np.ndarray:
             "so the file is not this checkpoint's: resume from another"
         )
     return header
-
-
-def read_state(path, num_parameters: int, rank: int | None = None) -> tuple[TrainingState, dict[str, np.memmap]]:
-    """A state file's facts, and its tensors as (num_parameters,) float32 read-only maps named m, v and, where present, master.
-
-    Arguments and errors are read_facts'.
-    """
-    state = read_facts(path, num_parameters, rank)
-    names = tensor_names(state.use_master_weights)
-    offsets = {name: tensor_offset(name, num_parameters) for name in names}
-    return state, {name: np.memmap(path, "<f4", "r", offset=offset, shape=(num_parameters,)) for name, offset in offsets.items()}
 
 
 def tensor_offset(name: str, num_parameters: int) -> int:

@@ -23,7 +23,7 @@ def model_path(folder, step: int) -> Path:
 
 
 def state_path(folder, step: int, rank: int) -> Path:
-    """DIR/state_00000010_00000.bin, written by every rank."""
+    """DIR/state_00000010_00000.bin, written by every rank that has data of its own."""
     return Path(folder) / f"state_{step:08d}_{rank:05d}.bin"
 
 

@@ -12,7 +12,7 @@ from llmc.memory.tuning import ROUNDING_BLOCK
 
 
 def whole_tensors(model, name):
-    """Yields flat tensors: a whole model's parameters, m, v or master (of these fp32 values), in file order.
+    """Yields flat tensors: a whole model's parameters, m, v or master, in file order; the master in fp32, the others in their own type.
 
     Each is overwritten by the next. All ranks must take all of them. Scratch: whole_tensor and part_tensor, as the plan has them.
     """

@@ -46,9 +46,9 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def own_address_towards(address: str, port: int = 9) -> str:
+def own_address_towards(address: str) -> str:
     """The address of this machine that `address` would see. Nothing is sent. Raises OSError where no way leads there."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port will do
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return probe.getsockname()[0]

@@ -286,10 +286,10 @@ def everybody(meeting: Meeting, what: str, deadline: float = inf) -> bool:
     return True
 
 
-def came(store, key: str, wait_s: float = 1) -> bool:
+def came(store, key: str) -> bool:
     """Whether a key is there, after a short wait for it."""
     try:
-        store.wait([key], timedelta(seconds=wait_s))
+        store.wait([key], timedelta(seconds=1))
     except DistStoreError:
         return False
     return True

@@ -53,12 +53,10 @@ class Verdict:
 class Judge:
     """Rank 0 judges all; the others miss rank 0, or the store."""
 
-    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool, waits_silently: bool = False):
-        """has_agent       torchrun holds the store, not rank 0
-        waits_silently  a collective that lasts too long raises nothing, as with NCCL: that nobody moves must be noticed here
-        """
-        self.rank, self.members, self.timeout_s = rank, members, timeout_s
-        self.has_agent, self.waits_silently = has_agent, waits_silently
+    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool):
+        """has_agent: torchrun holds the store, not rank 0."""
+        self.rank, self.members, self.timeout_s, self.has_agent = rank, members, timeout_s, has_agent
+        self.waits_silently = False  # set where a collective that lasts too long raises nothing, as NCCL's: that is noticed here then
         self.seconds, self.last_look = 0.0, None
         self.since: dict[object, tuple] = {}  # what is observed -> its value, and when that was new
 

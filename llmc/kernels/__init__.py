@@ -1,4 +1,4 @@
-"""Triton kernels for everything that is not a matmul: one pass over memory each, and attention, where asked for; deterministic to the bit.
+"""Triton kernels for everything that is not a matmul: one pass over memory each, and attention in bf16; deterministic to the bit.
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports triton; a machine without it
 trains with the torch operations.

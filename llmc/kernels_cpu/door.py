@@ -467,7 +467,7 @@ def _fold(builder, bits):
 
 N1, N2, N3, N4, N5 = (np.uint32(n) for n in (0xD2A80A3F, 0xA884F197, 0x6C736F4B, 0xB79F3ABB, 0x1B56C4F5))
 ROW_STRIDE = np.uint32(PRIME_Y * 0xD2A80A3F & 0xFFFFFFFF)
-SHIFTS = S9, S11, S13, S15, S17 = tuple(np.uint32(n) for n in (9, 11, 13, 15, 17))
+S9, S11, S13, S15, S17 = (np.uint32(n) for n in (9, 11, 13, 15, 17))
 LOW, S16 = np.uint32(0xFFFF), np.uint32(16)
 F0, F1 = np.float32(0), np.float32(1)
 

@@ -1,7 +1,7 @@
 """What a model is made of: plain functions over named tensors, forward and backward, in torch.
 
-All that a step does beside matmuls and attention also exists as kernels, under the same names and arguments: Triton's for a GPU in
-llmc/kernels/, numba's for a CPU in llmc/kernels_cpu/, which has a CPU's attention and matmuls too.
+All that a step does beside matmuls also exists as kernels, under the same names and arguments: Triton's for a GPU in llmc/kernels/,
+numba's for a CPU in llmc/kernels_cpu/, which has matmuls too.
 """
 
 from functools import partial

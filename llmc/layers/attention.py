@@ -1,7 +1,9 @@
 """Causal multi-head attention on a GPU, flash style: no (T, T) matrix is ever stored, only one log-sum-exp per row.
 
 The kernels are torch's own, called below autograd. They return memory of their own, which is copied into the arena and
-freed at once; the plan counts it as library memory. A CPU's is in attention_cpu.py. Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
+freed at once; the plan counts it as library memory. In bf16 a GPU takes llmc/kernels/attention.py instead, unless --attention or
+--kernels torch asks for these, or heads have more than 128 channels. A CPU's is in attention_cpu.py.
+Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
 """
 
 from functools import partial

@@ -32,7 +32,7 @@ class PlanOptions:
     sample_length: int = 64
     ranks: int = 1  # that train on data of their own
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
-    tensor_parallel: int = 1  # parts of the model; each of those ranks is then as many
+    tensor_parallel: int = 1  # parts of the model, a process each: there are ranks x tensor_parallel processes
     matmul: str = "native"  # torch's; on a CPU also numba, or widened, which is torch's of bf16 factors in fp32; on a GPU fp8, of layers
     factors: str = ""  # bf16 | fp32, what numba's kernels multiply; empty: as the weights
     step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps

@@ -59,11 +59,6 @@ class Plan:
         return sum(self.arenas.values()) + self.library_bytes + (self.checkpoint_bytes if self.options.device == "cpu" else 0)
 
     @property
-    def kept_bytes(self) -> int:
-        """Activations kept from forward to backward, all layers."""
-        return sum(t.nbytes for t in self.tensors.values() if t.purpose == "kept")
-
-    @property
     def columns(self) -> dict[str, int]:
         """The total, part by part: parameters, gradients, optimizer, kept, shared, head, scratch, library; of several ranks gathered too,
         and on a CPU the checkpoint that is written beside training.

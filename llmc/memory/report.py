@@ -128,12 +128,12 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
     sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network else []
     title = f"memory plan in MiB: {describe(options)}"
-    return "\n".join([title, "", *lines, "", *legend(options), "", *_footer(options, asked, budget), *sent])
+    return "\n".join([title, "", *lines, "", *legend(columns), "", *_footer(options, asked, budget), *sent])
 
 
-def legend(options: PlanOptions) -> list[str]:
-    """What the columns of the plan's table mean."""
-    names = [name for name in Plan(options).columns if name in LEGEND]
+def legend(columns) -> list[str]:
+    """What these columns of the plan's table mean, of those that do not say so."""
+    names = [name for name in columns if name in LEGEND]
     width = max(map(len, names))
     return [f"{name.ljust(width)}  {LEGEND[name]}" for name in names]
 
