@@ -30,6 +30,7 @@ from types import SimpleNamespace
 
 from llmc import __version__
 from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
+from llmc.cards import Budget
 from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
 from llmc.clock import StepClock
 from llmc.distributed import (
@@ -56,9 +57,9 @@ from llmc.outlier import OutlierDetector
 from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
 from llmc.rand import XorShift
 from llmc.request import (
-    check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
-    check_precision, choose_model, data_ranks, longest_rows, plan_options, plan_text, run_budget, settle, settle_kernels_of, training_data,
-    zero_note,
+    Source, check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
+    check_precision, choose_model, data_ranks, plan_options, plan_text, run_budget, settle, settle_kernels_of, shortest_shard,
+    training_data, zero_note,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -104,7 +105,48 @@ def main(argv=None) -> int:
 # everything that training needs, from the device to the last file
 
 
-def open_run(s: Settings, until_end: ExitStack) -> SimpleNamespace:
+class Run(SimpleNamespace):
+    """What a run holds, in the order in which it comes to it."""
+
+    # open_run: what was asked, and what follows from it
+    settings: Settings
+    world: World
+    backend: Backend
+    source: Source
+    plan: Plan
+    graphs: bool  # whether steps run as such
+    budget: Budget  # that the plan must fit
+    host_bytes: int  # that what the plan has in host memory must fit
+    grad_accum_steps: int
+    total_batch_size: int  # tokens of a step, on all ranks
+    flops_per_token: int
+    peak_tflops: float  # that MFU is relative to
+    notes: list[str]  # what was decided, and why
+    # open_data: what it reads. Loaders are None where nothing is evaluated
+    train_loader: object
+    val_loader: object
+    eval_loader: object
+    tokenizer: object  # or None
+    max_steps: int
+    val_batches: int
+    # build: what it trains and writes
+    record: MemoryRecord
+    model: object  # llmc.gpt2.GPT2
+    checkpoints: object  # llmc.checkpoint.keeper.Checkpoints
+    loss_outliers: OutlierDetector
+    norm_outliers: OutlierDetector
+    last_batch: tuple | None  # inputs and targets that were trained on last
+    stop: StopRequest
+    log: Logger
+    speed_log: Logger
+
+    @property
+    def resume_step(self) -> int | None:
+        """Of the checkpoint that it goes on from, if any."""
+        return self.source.resume_step
+
+
+def open_run(s: Settings, until_end: ExitStack) -> Run:
     """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
     refuse_contradictions(s)
     place = find_place(s)
@@ -123,7 +165,7 @@ def open_run(s: Settings, until_end: ExitStack) -> SimpleNamespace:
         return settle_run(s, source, backend, world)
 
 
-def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: World) -> SimpleNamespace:
+def settle_run(s: Settings, source: Source, backend: Backend, world: World) -> Run:
     """Decide what is left to decide, and plan."""
     world.progress("planning")
     config = source.config
@@ -136,7 +178,7 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     check_fp8(options, backend.name, backend.capability())
     graphs = check_graphs(s, options)
     budget, host_bytes = run_budget(s, backend, world), smallest(world, available_host_bytes() // world.num_local)
-    s, chosen = settle(s, source, options, budget, world, lambda: longest_rows(s))
+    s, chosen = settle(s, source, options, budget, world, lambda: shortest_shard(s))
     grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps
 
@@ -156,15 +198,15 @@ def settle_run(s: Settings, source: SimpleNamespace, backend: Backend, world: Wo
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     plan = Plan(replace(options, rank=world.rank))
     said.append(chosen_line(s, plan.options, graphs))
-    return SimpleNamespace(
-        settings=s, world=world, backend=backend, source=source, resume_step=source.resume_step, plan=plan, graphs=graphs,
-        budget=budget, host_bytes=host_bytes, grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size,
+    return Run(
+        settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs, budget=budget, host_bytes=host_bytes,
+        grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size,
         flops_per_token=flops_per_token(num_parameters(config), config.num_layers, config.channels, s.sequence_length),
         peak_tflops=peak_tflops, notes=said,
     )  # fmt: skip
 
 
-def build(run: SimpleNamespace):
+def build(run: Run):
     """Add to an opened run its data, its files and the model, printing llm.c's allocation lines on the way."""
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
     open_data(run)  # first: a missing file should not cost the time to build a model
@@ -318,8 +360,8 @@ def loop(run) -> OSError | None:
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
-    stop = run.stop
-    clock, launched = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run)), None
+    stop, launched = run.stop, None
+    clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run))
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
     if start > run.max_steps:  # resume has said so
@@ -331,7 +373,8 @@ def loop(run) -> OSError | None:
         for is_due, diagnose in diagnostics:
             stopping = stop.agreed
             if is_due(run, step, last, stopping):
-                launched = finish_step(run, clock, launched)
+                finish_step(run, clock, launched)
+                launched = None
                 run.world.progress(f"step {step}, {diagnose.__name__}")
                 diagnose(run, step)
                 agree_to_stop(run)
@@ -341,20 +384,32 @@ def loop(run) -> OSError | None:
             end_alike(run, KeyboardInterrupt("interrupted"), INTERRUPT_CODE)  # nothing is trained that a checkpoint could keep
         if last or stopping:
             break
-        if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
-            launched = finish_step(run, clock, launched)
-        run.world.progress(f"step {step}")
-        before, launched = launched, None
-        try:
-            launched = launch_step(run, clock, step)
-        except BaseException:  # what was done is logged all the same, if it can be; what went wrong is the matter
-            with suppress(Exception):
-                finish_step(run, clock, before)
-            raise
-        finish_step(run, clock, before)
-        if not run.backend.asynchronous:
-            launched = finish_step(run, clock, launched)
+        launched = step_ahead(run, clock, step, launched)
     finish_step(run, clock, launched)
+    return end_run(run, clock, step)
+
+
+def step_ahead(run, clock, step: int, before: SimpleNamespace | None) -> SimpleNamespace | None:
+    """Launch a step, then finish the one before, if it is not yet. What was launched, where a GPU works on it; else it is finished too."""
+    if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
+        finish_step(run, clock, before)
+        before = None
+    run.world.progress(f"step {step}")
+    try:
+        launched = launch_step(run, clock, step)
+    except BaseException:  # what was done is logged all the same, if it can be; what went wrong is the matter
+        with suppress(Exception):
+            finish_step(run, clock, before)
+        raise
+    finish_step(run, clock, before)
+    if run.backend.asynchronous:
+        return launched
+    finish_step(run, clock, launched)
+    return None
+
+
+def end_run(run, clock, step: int) -> OSError | None:
+    """Complete the checkpoint, the record and the logs of a run that ends at this step, whether it was asked to or is done."""
     run.checkpoints.complete()
     if run.checkpoints.unproven is not None:
         prove_last(run, step)
@@ -363,9 +418,9 @@ def loop(run) -> OSError | None:
     run.log.close()
     run.speed_log.close()
     agree_to_stop(run)  # as nothing of these could be written, for one
-    if stop.agreed:
+    if run.stop.agreed:
         end_on_failure(run)
-    return stop.lost_output
+    return run.stop.lost_output
 
 
 def steps_of_setting_up(run) -> int:
@@ -470,7 +525,7 @@ def judge(run, launched) -> SimpleNamespace:
     return SimpleNamespace(loss=loss, norm=norm, loss_z=loss_z, norm_z=norm_z, checkpoints_written=written)
 
 
-def finish_step(run, clock, launched) -> None:
+def finish_step(run, clock, launched: SimpleNamespace | None):
     """Wait for a step that was launched, if any, print it and log it."""
     if launched is None:
         return

@@ -24,8 +24,8 @@ WHAT_TO_DO = {
 }
 
 
-def full_disk_or_denied(error: OSError, path, doing: str) -> UserError:
-    """The UserError for an OSError met while `doing` something ("writing the model") at `path`."""
+def file_error(error: OSError, path, doing: str) -> UserError:
+    """The UserError for an OSError, such as a full disk's, met while `doing` something ("writing the model") at `path`."""
     what_to_do = WHAT_TO_DO.get(error.errno, "look at what is there, and whether that disk is well")
     return UserError(f"{doing} failed at {path}: {error.strerror or error}; {what_to_do}, then run again")
 

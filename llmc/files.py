@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.errors import UserError, full_disk_or_denied
+from llmc.errors import UserError, file_error
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
 FINGERPRINT_PIECE = 1 << 16  # bytes
@@ -61,7 +61,7 @@ def write_atomically(path, pieces, *, doing: str = "writing") -> None:
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
-            raise full_disk_or_denied(error, path, doing) from error
+            raise file_error(error, path, doing) from error
         raise
 
 

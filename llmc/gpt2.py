@@ -288,16 +288,16 @@ class GPT2:
         rows, size = (n // self.parts.size for n in (self.B * self.T, len(self.acts["logits"])))
         return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
-    def _classify(self, part, dloss):
+    def _classify(self, chunk, dloss):
         """Add to the losses of a chunk of rows, of all parts; its logits, their own gradient if dloss is given, and its lnf."""
-        a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], part)
+        a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], chunk)
         logits = a["logits"][: len(lnf)]
         self.ops.matmul_forward(logits, lnf, self.params["wte"], room=self.head_room)
         numbers = dict(V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options))
         if self.parts.size > 1:
-            self.parts.classify(logits, part, a, **numbers)
+            self.parts.classify(logits, chunk, a, **numbers)
         else:
-            self.ops.fused_classifier_inplace(logits, a["losses"].view(-1)[part], a["targets"].view(-1)[part], a, **numbers)
+            self.ops.fused_classifier_inplace(logits, a["losses"].view(-1)[chunk], a["targets"].view(-1)[chunk], a, **numbers)
         return logits, lnf
 
     def token_losses(self, inputs, targets):
@@ -310,8 +310,8 @@ class GPT2:
     def _evaluate(self):
         self._forward(for_backward=False)
         self.acts["losses"].zero_()
-        for part in self._head_chunks():
-            self._classify(part, None)
+        for chunk in self._head_chunks():
+            self._classify(chunk, None)
 
     def validate(self, inputs, targets) -> float:
         """Mean loss of one batch."""
@@ -390,12 +390,12 @@ class GPT2:
         group_sum = a["dwte_group"] if in_groups else dwte
         groups = [chunks[i : i + HEAD_GROUP] for i in range(0, len(chunks), HEAD_GROUP)] if in_groups else [chunks]
         for g, group in enumerate(groups):
-            for i, part in enumerate(group):
-                logits, lnf = self._classify(part, dloss)
+            for i, chunk in enumerate(group):
+                logits, lnf = self._classify(chunk, dloss)
                 accumulate, room = i > 0 or self.accumulate and not in_groups, a.get("head_widened", self.head_room)
                 self.ops.matmul_dweight(group_sum, logits, lnf, accumulate=accumulate, room=room)
                 self.ops.matmul_dinput(lnf, logits, self.params["wte"], room=self.head_room)
-                self.parts.sum_head_rows(a["lnf"], part)
+                self.parts.sum_head_rows(a["lnf"], chunk)
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
             elif in_groups:

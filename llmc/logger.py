@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from llmc.errors import full_disk_or_denied, raise_error
+from llmc.errors import file_error, raise_error
 
 LOG_NAME, SPEED_NAME = "main.log", "speed.log"
 NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
@@ -32,7 +32,7 @@ class Logger:
         try:
             self._open()
         except OSError as error:
-            raise full_disk_or_denied(error, self._path, "opening the log") from error
+            raise file_error(error, self._path, "opening the log") from error
 
     def val(self, step: int, loss: float) -> None:
         """The validation loss, before the update of `step`."""
@@ -69,7 +69,7 @@ class Logger:
         except OSError as error:
             with suppress(OSError):  # of the same line, which is still in a buffer; left open, Python 3.13 would tell of it at exit
                 self._let_go()
-            self._failed(full_disk_or_denied(error, self._path, "writing the log"))
+            self._failed(file_error(error, self._path, "writing the log"))
 
     def _begin(self) -> str:
         """Drop what an earlier run wrote and this one does not go on from; all lines that have waited, but for those that are there."""

@@ -5,9 +5,8 @@ Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from glob import glob
-from types import SimpleNamespace
 
 from llmc import __version__
 from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_factors, likely_matmul, likely_precision
@@ -34,11 +33,19 @@ from llmc.units import whole
 ALONE = World()
 
 
-def choose_model(s: Settings) -> SimpleNamespace:
-    """Where the weights come from: config, file (None for random weights), its precision, the step to resume from (or None)."""
-    named = None
-    if not s.model.endswith(".bin"):
-        named = SimpleNamespace(config=config_from_descriptor(s.model), file=None, precision=None, resume_step=None)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a run's weights come from."""
+
+    config: ModelConfig
+    file: str | os.PathLike | None = None  # none: random weights
+    precision: str | None = None  # the file's
+    resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
+
+
+def choose_model(s: Settings) -> Source:
+    """The checkpoint to resume from, if there is one, else what -e says. Raises UserError."""
+    named = None if s.model.endswith(".bin") else Source(config_from_descriptor(s.model))
     if s.resume:
         if not s.output_dir:
             raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
@@ -51,7 +58,7 @@ def choose_model(s: Settings) -> SimpleNamespace:
                     f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
                     "resume with the -e of the run that wrote it, or choose another -o"
                 )
-            return SimpleNamespace(config=config, file=path, precision=precision, resume_step=step)
+            return Source(config, path, precision, step)
     if named:
         return named
     if not os.path.exists(s.model):
@@ -66,7 +73,7 @@ def choose_model(s: Settings) -> SimpleNamespace:
             f"or make it from a Hugging Face GPT-2 with: python scripts/convert_hf.py to-bin gpt2 {s.model}"
         )
     config, precision = read_model_header(s.model)
-    return SimpleNamespace(config=config, file=s.model, precision=precision, resume_step=None)
+    return Source(config, s.model, precision)
 
 
 def describe(config: ModelConfig) -> str:
@@ -103,7 +110,7 @@ OWN_FLAGS = {
 }  # fmt: skip
 
 
-def check_agreement(s: Settings, source, precision: str, world: World):
+def check_agreement(s: Settings, source: Source, precision: str, world: World):
     """Raise UserError where this rank was started with other flags than rank 0, RankLost where ranks found different checkpoints.
 
     A checkpoint may have been completed in the meantime, or not be seen on another machine yet, so that is worth another try.
@@ -284,15 +291,9 @@ def check_parts(s: Settings, config: ModelConfig):
         )
 
 
-def plan_options(
-    s: Settings, config: ModelConfig, precision: str, kind: str, world: World = ALONE, processors: int | None = None
-) -> PlanOptions:
-    """What the plan depends on; `processors` of the card, if known. Where -b or -r is still auto, 1 and 0 stand in.
-
-    Raises UserError for a form the model cannot have.
-    """
-    master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
-    for wish, asked in (("--master bits16", master == "bits16"), ("--grad-dtype bf16", s.grad_dtype == "bf16")):
+def check_forms(s: Settings, precision: str, kind: str):
+    """Raise UserError for what a model in that precision, on that kind of device, cannot have."""
+    for wish, asked in (("--master bits16", s.master == "bits16"), ("--grad-dtype bf16", s.grad_dtype == "bf16")):
         if asked and precision == "fp32":
             raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if s.offload_residual and kind != "cuda":
@@ -309,8 +310,11 @@ def plan_options(
         raise UserError("--matmul widened is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if s.matmul == "numba" and s.kernels != "numba":
         raise UserError(f"--matmul numba goes with --kernels numba, and this run has --kernels {s.kernels}; leave one of them out")
-    check_parts(s, config)
-    ranks, parts = data_ranks(s, world), s.tensor_parallel
+
+
+def check_shares(s: Settings, config: ModelConfig, ranks: int):
+    """Raise UserError unless ZeRO can share every tensor out over so many ranks."""
+    parts = s.tensor_parallel
     if s.zero_stage > 0 and not divides(config, ranks, parts):
         sizes = sizes_of(config, parts=parts)
         channels = (
@@ -320,6 +324,20 @@ def plan_options(
             f"-z {s.zero_stage} shares every tensor out over {ranks} processes, which do not divide {channels}; "
             "use a number that does, or -z 0"
         )
+
+
+def plan_options(
+    s: Settings, config: ModelConfig, precision: str, kind: str, world: World = ALONE, processors: int | None = None
+) -> PlanOptions:
+    """What the plan depends on; `processors` of the card, if known. Where -b or -r is still auto, 1 and 0 stand in.
+
+    Raises UserError for a form the model cannot have.
+    """
+    check_forms(s, precision, kind)
+    check_parts(s, config)
+    ranks, parts = data_ranks(s, world), s.tensor_parallel
+    check_shares(s, config, ranks)
+    master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
     return PlanOptions(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
@@ -341,33 +359,35 @@ def zero_note(s: Settings, o: PlanOptions) -> list[str]:
     return [f"{why} ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"]
 
 
-def settle(s: Settings, model, options: PlanOptions, budget: Budget | None, world: World, row=None) -> tuple[Settings, list[str]]:
+def settle(
+    s: Settings, source: Source, options: PlanOptions, budget: Budget | None, world: World, shortest_shard=None
+) -> tuple[Settings, list[str]]:
     """The settings with -b auto or -r auto decided, and a line with the reason.
 
-    row() gives the tokens in a row that the data have; None where they are not to be looked at. Raises NotEnoughMemory
+    shortest_shard() gives the inputs in the shortest of the shards; None where they are not to be looked at. Raises NotEnoughMemory
     where nothing fits, and UserError where that cannot be known.
     """
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
-    if s.batch_size == "auto" and model.resume_step is not None and (written := written_batch_size(s, model)):
+    if s.batch_size == "auto" and source.resume_step is not None and (written := written_batch_size(s, source)):
         return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
     if budget is None:
         raise UserError("auto chooses what fits, and --plan asks no GPU how much it has; say --memory-budget, such as h100-80 or 24GiB")
     if s.recompute == "auto":
-        resumes = model.resume_step is not None
+        resumes = source.resume_step is not None
         level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world), batch_is_fixed=resumes)
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
-    most = None if row is None else row() // (s.sequence_length * data_ranks(s, world))
+    most = None if shortest_shard is None else shortest_shard() // (s.sequence_length * data_ranks(s, world))
     B, reason = choose_batch(options, budget.auto_bytes, sequences, most)
     return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
 
 
-def written_batch_size(s: Settings, model) -> int | None:
+def written_batch_size(s: Settings, source: Source) -> int | None:
     """-b of the run that wrote the checkpoint to resume from; None for llm.c's, which do not say."""
     from llmc.checkpoint.state_file import read_extra
 
-    path = extra_path(s.output_dir, model.resume_step, 0)
+    path = extra_path(s.output_dir, source.resume_step, 0)
     B = read_extra(path).get("B")
     if B is not None and (type(B) is not int or B < 1):
         raise UserError(f"{path} says B {B!r}; expected a number of sequences, so it is damaged: resume from another checkpoint")
@@ -377,15 +397,15 @@ def written_batch_size(s: Settings, model) -> int | None:
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     refuse_contradictions(s)
-    model, world = choose_model(s), World(num_processes=s.ranks or s.num_processes)
-    check_precision(s, model)
-    check_lengths(s, model.config)
+    source, world = choose_model(s), World(num_processes=s.ranks or s.num_processes)
+    check_precision(s, source)
+    check_lengths(s, source.config)
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
     card = budget.card if budget and kind == "cuda" else None
-    precision = model.precision or likely_precision(s.precision, kind)
+    precision = source.precision or likely_precision(s.precision, kind)
     if card and precision == "bf16" and not card.has_bf16:
-        if "bf16" in (model.precision, s.precision):
+        if "bf16" in (source.precision, s.precision):
             raise UserError(f"{budget.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32 and an fp32 model")
         precision = "fp32"
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
@@ -394,14 +414,14 @@ def plan_text(s: Settings) -> str:
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
-    options = plan_options(s, model.config, precision, kind, world, processors)
+    options = plan_options(s, source.config, precision, kind, world, processors)
     check_attention(options)
     check_fp8(options, budget.name if card else "", card and card.capability)
     check_graphs(s, options)
-    s, reasons = settle(s, model, options, budget, world)
+    s, reasons = settle(s, source, options, budget, world)
     reasons = [*kernel_notes, *zero_note(s, options), *reasons]
     grad_accum_steps = check_batch(s, world)
-    options, network = plan_options(s, model.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
+    options, network = plan_options(s, source.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
         return json.dumps({"reasons": reasons} | plan_json(options, grad_accum_steps, budget, network) | tensors, indent=1)
@@ -409,10 +429,11 @@ def plan_text(s: Settings) -> str:
     return "\n".join([*reasons, table])
 
 
-def check_precision(s: Settings, model):
-    if model.precision and s.precision not in ("auto", model.precision):
+def check_precision(s: Settings, source: Source):
+    """Raise UserError where --precision is not that of the file."""
+    if source.precision and s.precision not in ("auto", source.precision):
         raise UserError(
-            f"{model.file} holds {model.precision} weights, but --precision {s.precision} was asked for; "
+            f"{source.file} holds {source.precision} weights, but --precision {s.precision} was asked for; "
             f"leave --precision out, or start from a {s.precision} file"
         )
 
@@ -422,12 +443,12 @@ def training_data(s: Settings) -> tuple[str, str]:
     return (s.val_data, "-j") if s.overfit_single_batch else (s.train_data, "-i")
 
 
-def longest_rows(s: Settings) -> int:
-    """Tokens in a row that every shard of this run has."""
-    from llmc.data.shards import longest_row
+def shortest_shard(s: Settings) -> int:
+    """Inputs in the shortest shard of this run."""
+    from llmc.data.shards import inputs_of_shortest
 
-    rows = [longest_row(*training_data(s))]
-    return min(rows + [longest_row(s.val_data, "-j")] if s.val_loss_every > 0 else rows)
+    data = [training_data(s)] + [(s.val_data, "-j")] * (s.val_loss_every > 0)
+    return min(inputs_of_shortest(*each) for each in data)
 
 
 def run_budget(s: Settings, backend, world: World) -> Budget:

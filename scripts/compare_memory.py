@@ -30,7 +30,7 @@ import numpy as np
 from llmc.checkpoint.model_file import read_model_header
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
-from llmc.errors import MEMORY_CODE, UserError, full_disk_or_denied, run_script
+from llmc.errors import MEMORY_CODE, UserError, file_error, run_script
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
 from llmc.memory.columns import in_columns
@@ -261,7 +261,7 @@ def runs_folder(wish: Path | None):
     try:
         wish.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise full_disk_or_denied(error, wish, "making the folder") from error
+        raise file_error(error, wish, "making the folder") from error
     yield wish
 
 

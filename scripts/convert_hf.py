@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
-from llmc.errors import UserError, run_script, full_disk_or_denied
+from llmc.errors import UserError, file_error, run_script
 from llmc.files import write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
@@ -225,7 +225,7 @@ def bin_to_hf(path, folder) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise full_disk_or_denied(error, folder, "making the folder") from None
+        raise file_error(error, folder, "making the folder") from None
     print(f"writing {folder}: {precision}, {config}")
     save_safetensors(folder / "model.safetensors", tensors)
     text = json.dumps(config_to_hf(config, precision), indent=2) + "\n"

@@ -48,6 +48,7 @@ class Kernel:
     def name(self) -> str:
         return self.operation + (f" ({self.when})" if self.when else "")
 
+
 def weighs(row) -> bool:
     """Whether a kernel takes a share of a step worth a look, or one that is not known."""
     share = row.get("of step")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
-from llmc.errors import UserError, full_disk_or_denied
+from llmc.errors import UserError, file_error
 from llmc.files import write_atomically
 
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
@@ -124,7 +124,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise full_disk_or_denied(error, folder, "making the folder") from error
+        raise file_error(error, folder, "making the folder") from error
 
 
 # --- where documents come from
@@ -450,7 +450,7 @@ class Spool:
         try:
             self._file.write(tokens.astype("<u2"))
         except OSError as error:
-            raise full_disk_or_denied(error, self.folder, "writing the tokens") from error
+            raise file_error(error, self.folder, "writing the tokens") from error
         self.count += len(tokens)
         return len(tokens)
 
@@ -459,7 +459,7 @@ class Spool:
         try:
             self._file.flush()
         except OSError as error:
-            raise full_disk_or_denied(error, path, "writing the tokens") from error
+            raise file_error(error, path, "writing the tokens") from error
         write_shard(path, np.memmap(self._file, dtype="<u2", mode="r", shape=(self.count,)))
         self._file.seek(0)
         self._file.truncate()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import MAX_SHARD_TOKENS
-from llmc.errors import UserError, run_script, full_disk_or_denied
+from llmc.errors import UserError, file_error, run_script
 from scripts import prepare
 
 URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
@@ -54,7 +54,7 @@ def unpack(archive: Path, folder: Path) -> Path:
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{archive} is not a whole .tar.gz ({' '.join(str(error).split())}); download it again") from error
     except OSError as error:
-        raise full_disk_or_denied(error, folder, "unpacking") from error
+        raise file_error(error, folder, "unpacking") from error
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(part, folder)
     return folder

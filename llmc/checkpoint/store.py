@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmc.checkpoint.state_file import read_num_processes
-from llmc.errors import UserError, full_disk_or_denied
+from llmc.errors import UserError, file_error
 from llmc.files import sync_folder, write_atomically
 
 
@@ -84,7 +84,7 @@ def unmark(folder, step: int) -> None:
         done_path(folder, step).unlink(missing_ok=True)
         sync_folder(folder)  # the disk may reorder removals otherwise
     except OSError as error:
-        raise full_disk_or_denied(error, folder, f"deleting the checkpoint of step {step}") from error
+        raise file_error(error, folder, f"deleting the checkpoint of step {step}") from error
 
 
 def files_of(folder, step: int) -> list[Path]:
@@ -100,7 +100,7 @@ def delete(folder, step: int) -> None:
         for path in files_of(folder, step):
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise full_disk_or_denied(error, folder, f"deleting the checkpoint of step {step}") from error
+        raise file_error(error, folder, f"deleting the checkpoint of step {step}") from error
 
 
 def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | None:
@@ -163,7 +163,7 @@ def _refusals_told(folder: Path):
     try:
         yield
     except OSError as error:
-        raise full_disk_or_denied(error, folder, "preparing the output folder") from error
+        raise file_error(error, folder, "preparing the output folder") from error
 
 
 def _lock(path: Path):

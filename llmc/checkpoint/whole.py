@@ -16,58 +16,77 @@ def whole_tensors(model, name):
 
     Each is overwritten by the next. All ranks must take all of them. Scratch: whole_tensor and part_tensor, as the plan has them.
     """
-    o, sharing = model.plan.options, model.sharing
-    flat = model.flat if name == "parameters" else sharing.updated()
-    ranks = o.ranks_of("m" if name == "master" else name)
-    dtype = torch.float32 if name == "master" else flat[name].dtype
-    part_room, whole_room = (model.acts[room].view(-1).view(dtype) for room in ("part_tensor", "whole_tensor"))
-    # of noise there are whole blocks, and the first element may be the last of one
-    at_once = min(len(part_room), len(model.acts["noise"]) - ROUNDING_BLOCK + 1) if o.rounds else len(part_room)
-
-    def read(t, l, at, n):
-        """Elements at..at+n of what this rank has of a layer."""
-        if name != "master":
-            return flat[name][t.layer(l)][at : at + n]
-        if "master_bits" not in flat:
-            return flat["master" if "master" in flat else "parameters"][t.layer(l)][at : at + n]
-        piece = RoundingPiece(t.start, l, 1, at, n, t.elements, t.noise_first)
-        return read_master(flat, piece, seeds[t.name], model.acts)
-
-    seeds = {t.name: state.seed for t, state in zip(model.layout, model.last_tensor_states())}
-    layout = flat_layout(model.config, ranks, sharing.rank % ranks, o.tensor_parallel, model.parts.rank)
-    for t in layout:
-        in_order = t.parameter.split is None or t.parameter.split == 0 and t.parameter.blocks == 1
+    pieces = Pieces(model, name)
+    for t in pieces.layout:
+        p = t.parameter
+        pieces_of = pieces.one_by_one if p.split is None or p.split == 0 and p.blocks == 1 else pieces.put_together
         for l in range(t.layers):
-            pieces = [(at, min(at_once, t.elements - at)) for at in range(0, t.elements, at_once)]
-            if in_order:
-                for part in range(1 if t.parameter.split is None else t.parts):
-                    for rank in range(ranks):
-                        for at, n in pieces:
-                            room = part_room[:n]
-                            source = rank * t.parts + part
-                            if sharing.whole.rank == source:
-                                room.copy_(read(t, l, at, n))
-                            sharing.whole.send_from(source, room).wait()
-                            yield room
-                continue
-            part, whole = part_room[: t.whole_elements], whole_room[: t.whole_elements * t.parts]
-            for at, n in pieces:
-                part[t.first + at : t.first + at + n].copy_(read(t, l, at, n))
-            if ranks > 1:
-                sharing.group.gather_shares([part]).wait()
-            model.parts.group.gather_shares([whole], [part]).wait()
-            if t.parameter.split == 0:
-                in_file = t.file_elements // t.parameter.blocks
-                for blocks in whole.view(t.parts, t.parameter.blocks, -1).unbind(1):
-                    yield from (b[: t.real_of(len(b), in_file, p)] for p, b in enumerate(blocks) if t.real_of(len(b), in_file, p))
-                continue
-            in_file = t.file_shape[1]
-            for rows in whole.view(t.parts, *t.shape).transpose(0, 1).split(max(1, len(part_room) // in_file)):
-                room = part_room[: len(rows) * in_file]
-                for p, columns in enumerate(rows.unbind(1)):
-                    n = t.real_of(t.shape[1], in_file, p)
-                    room.view(-1, in_file)[:, p * t.shape[1] :][:, :n].copy_(columns[:, :n])
-                yield room
+            yield from pieces_of(t, l)
+
+
+class Pieces:
+    """What whole_tensors yields of a layer l of a FlatTensor t."""
+
+    def __init__(self, model, name):
+        o, self.model, self.name, self.sharing = model.plan.options, model, name, model.sharing
+        self.flat = model.flat if name == "parameters" else self.sharing.updated()
+        self.ranks = o.ranks_of("m" if name == "master" else name)
+        dtype = torch.float32 if name == "master" else self.flat[name].dtype
+        self.part_room, self.whole_room = (model.acts[room].view(-1).view(dtype) for room in ("part_tensor", "whole_tensor"))
+        self.at_once = len(self.part_room)
+        if o.rounds:  # of noise there are whole blocks, and the first element may be the last of one
+            self.at_once = min(self.at_once, len(model.acts["noise"]) - ROUNDING_BLOCK + 1)
+        self.seeds = {t.name: state.seed for t, state in zip(model.layout, model.last_tensor_states())}
+        self.layout = flat_layout(model.config, self.ranks, self.sharing.rank % self.ranks, o.tensor_parallel, model.parts.rank)
+
+    def one_by_one(self, t, l):
+        """Shares that follow each other in the file, each from the rank that has it."""
+        for part in range(1 if t.parameter.split is None else t.parts):
+            for rank in range(self.ranks):
+                source = rank * t.parts + part
+                for at, n in self._places(t):
+                    room = self.part_room[:n]
+                    if self.sharing.whole.rank == source:
+                        room.copy_(self._read(t, l, at, n))
+                    self.sharing.whole.send_from(source, room).wait()
+                    yield room
+
+    def put_together(self, t, l):
+        """A layer whose columns, or blocks, are split: gathered, then taken in the order of the file."""
+        part, whole = self.part_room[: t.whole_elements], self.whole_room[: t.whole_elements * t.parts]
+        for at, n in self._places(t):
+            part[t.first + at : t.first + at + n].copy_(self._read(t, l, at, n))
+        if self.ranks > 1:
+            self.sharing.group.gather_shares([part]).wait()
+        self.model.parts.group.gather_shares([whole], [part]).wait()
+        return self._blocks(t, whole) if t.parameter.split == 0 else self._columns(t, whole)
+
+    def _blocks(self, t, whole):
+        in_file = t.file_elements // t.parameter.blocks
+        for blocks in whole.view(t.parts, t.parameter.blocks, -1).unbind(1):
+            yield from (b[: t.real_of(len(b), in_file, p)] for p, b in enumerate(blocks) if t.real_of(len(b), in_file, p))
+
+    def _columns(self, t, whole):
+        in_file = t.file_shape[1]
+        for rows in whole.view(t.parts, *t.shape).transpose(0, 1).split(max(1, len(self.part_room) // in_file)):
+            room = self.part_room[: len(rows) * in_file]
+            for p, columns in enumerate(rows.unbind(1)):
+                n = t.real_of(t.shape[1], in_file, p)
+                room.view(-1, in_file)[:, p * t.shape[1] :][:, :n].copy_(columns[:, :n])
+            yield room
+
+    def _places(self, t):
+        """(begin, elements) of what is read at once of a layer's share."""
+        return [(at, min(self.at_once, t.elements - at)) for at in range(0, t.elements, self.at_once)]
+
+    def _read(self, t, l, at, n):
+        """Elements at..at+n of what this rank has of a layer."""
+        if self.name != "master":
+            return self.flat[self.name][t.layer(l)][at : at + n]
+        if "master_bits" not in self.flat:
+            return self.flat["master" if "master" in self.flat else "parameters"][t.layer(l)][at : at + n]
+        piece = RoundingPiece(t.start, l, 1, at, n, t.elements, t.noise_first)
+        return read_master(self.flat, piece, self.seeds[t.name], self.model.acts)
 
 
 def shares(tensors, layout, ranks, rank):

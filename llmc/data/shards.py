@@ -62,6 +62,6 @@ def find_shards(pattern: str, flag: str) -> list[str]:
     return paths
 
 
-def longest_row(pattern: str, flag: str) -> int:
-    """The most tokens in a row that every shard has, each with a target. Raises UserError as find_shards and open_shard do."""
+def inputs_of_shortest(pattern: str, flag: str) -> int:
+    """How many tokens with a target the shortest shard has. Raises UserError as find_shards and open_shard do."""
     return min(open_shard(path).num_tokens for path in find_shards(pattern, flag)) - 1

@@ -19,7 +19,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore
 
 from llmc.distributed.network import addresses_for_others, own_address_towards, this_machine
 from llmc.distributed.place import Place, rendezvous_path
-from llmc.errors import UserError, full_disk_or_denied, lines_of
+from llmc.errors import UserError, file_error, lines_of
 
 KNOCK_S = 2  # to open a connection
 ANSWER_S = 5  # for a store to say whose it is
@@ -138,7 +138,7 @@ def write_card(place: Place, card: dict) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise full_disk_or_denied(error, path, "writing where rank 0 listens") from error
+        raise file_error(error, path, "writing where rank 0 listens") from error
 
 
 def read_card(place: Place) -> dict | None:

@@ -52,11 +52,11 @@ class Undivided:
         """The TokenOrder of those of a batch's tokens that this part has, by their number in it."""
         return order
 
-    def head_rows(self, lnf, part):
+    def head_rows(self, lnf, chunk):
         """The rows (n, C) of all parts that a chunk, a slice of each part's rows, is made of."""
-        return lnf.view(-1, lnf.shape[2])[part]
+        return lnf.view(-1, lnf.shape[2])[chunk]
 
-    def sum_head_rows(self, lnf, part):
+    def sum_head_rows(self, lnf, chunk):
         """Those of lnf become the sum of what all parts wrote over head_rows."""
 
     def embedding(self, wte, token):
@@ -112,14 +112,14 @@ class Divided(Undivided):
     def sum_row(self, x):
         self.group.sum_whole([x.view(-1)]).wait()
 
-    def head_rows(self, lnf, part):
-        own = lnf.view(-1, lnf.shape[2])[part]
+    def head_rows(self, lnf, chunk):
+        own = lnf.view(-1, lnf.shape[2])[chunk]
         rows = self._acts["head_rows"][: self.size * len(own)]
         self.group.gather_shares([rows.view(-1)], [own.view(-1)]).wait()
         return rows
 
-    def sum_head_rows(self, lnf, part):
-        own = lnf.view(-1, lnf.shape[2])[part]
+    def sum_head_rows(self, lnf, chunk):
+        own = lnf.view(-1, lnf.shape[2])[chunk]
         rows = self._acts["head_rows"][: self.size * len(own)]
         self.group.sum_shares([rows.view(-1)], [own.view(-1)]).wait()
 
@@ -159,15 +159,15 @@ class Divided(Undivided):
         self.group.gather_shares([row.view(-1)], [logits.view(-1)]).wait()
         return row
 
-    def classify(self, logits, part, scratch, *, V, dloss, rows_at_once):
+    def classify(self, logits, chunk, scratch, *, V, dloss, rows_at_once):
         """fused_classifier_inplace, where logits (n, w) are this part's columns of a chunk's rows; all parts add the same losses.
 
         scratch: losses and targets (B, T), head_targets (>= n,) int64, and what sliced_classifier_inplace wants.
         """
         targets = scratch["head_targets"][: len(logits)]
-        targets.view(self.size, -1).copy_(scratch["targets"].view(self.size, -1)[:, part])
+        targets.view(self.size, -1).copy_(scratch["targets"].view(self.size, -1)[:, chunk])
         V = min(V - self.first_token, self.vocabulary)
         losses = sliced_classifier_inplace(
             logits, targets.sub_(self.first_token), self.group, scratch, V=V, dloss=dloss, rows_at_once=rows_at_once
         )  # fmt: skip
-        scratch["losses"].view(self.size, -1)[:, part] += losses.view(self.size, -1)
+        scratch["losses"].view(self.size, -1)[:, chunk] += losses.view(self.size, -1)

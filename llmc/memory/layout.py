@@ -86,8 +86,8 @@ def flat_layout(config: ModelConfig, ranks: int = 1, rank: int = 0, parts: int =
         whole = prod(shape) // layers
         assert whole % ranks == 0, f"{ranks} ranks do not divide a layer of {p.name}"
         t = FlatTensor(
-            p, layers, start, whole // ranks, whole // ranks * rank, start * ranks, whole, shape[p.per_layer :], part, parts, file_start,
-            in_file[p.name][p.per_layer :],
+            p, layers, start=start, elements=whole // ranks, first=whole // ranks * rank, whole_start=start * ranks, whole_elements=whole,
+            shape=shape[p.per_layer :], part=part, parts=parts, file_start=file_start, file_shape=in_file[p.name][p.per_layer :],
         )  # fmt: skip
         tensors.append(t)
         start, file_start = start + layers * t.elements, file_start + layers * t.file_elements

@@ -52,7 +52,10 @@ TUNING = {
     # in less than the head's logits
     # numba's matmuls of d12: with panels of 384 or 512 rows, or half the packed factors, the same within what repeats on AMD. On Intel with
     # panels half as wide 4 to 8% slower; with 384 rows 2% faster, but less exact; with twice as many rows of sums too. 20 MiB in all
-    "cpu": Tuning(100 << 20, 1 << 18, 1 << 19, 1 << 19, 1024, 128, 3 << 18, 64 << 20, 1 << 20, 64),
+    "cpu": Tuning(
+        head_bytes=100 << 20, classifier_elements=1 << 18, row_elements=1 << 19, update_elements=1 << 19, widened_rows=1024,
+        queries=128, score_elements=3 << 18, worker_bytes=64 << 20, packed_factors=1 << 20, matmul_workers=64,
+    ),
     # the head's: on an H200 its matmuls reach 91 to 102% of a large one's rate with it. The others are for a card without Triton, and leads
-    "cuda": Tuning(800 << 20, 1 << 24, 1 << 22, 1 << 24, 0),
-}
+    "cuda": Tuning(head_bytes=800 << 20, classifier_elements=1 << 24, row_elements=1 << 22, update_elements=1 << 24, widened_rows=0),
+}  # fmt: skip
