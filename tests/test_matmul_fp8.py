@@ -119,7 +119,7 @@ def room():
     acts = {name: torch.full((n,), 0xFF, dtype=torch.uint8, device=DEVICE) for name, n in flat.items()}
     acts["fp8_dout"] = acts["fp8_dout"].view(2, -1)
     return acts | {name: unwritten(n).to(DEVICE) for name, n in
-                   {"fp8_scales": 2, "fp8_dout_scale": 1, "fp8_partials": 4, "fp8_sum": weight}.items()}  # fmt: skip
+                   {"fp8_inp_scale": 1, "fp8_weight_scale": 1, "fp8_dout_scale": 1, "fp8_partials": 4, "fp8_sum": weight}.items()}  # fmt: skip
 
 
 def seen(x):

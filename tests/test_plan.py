@@ -168,7 +168,9 @@ MATMUL_STAGES = (*DWEIGHT_ROOM, "qkv", "attproj", "fc", "fcproj", "head", "fcpro
 MATMUL_ROOMS = {
     "native": DWEIGHT_ROOM, "widened": {stage: {"widened"} for stage in MATMUL_STAGES},
     "numba": {stage: {"matmul_panels", "matmul_sums", "matmul_packed"} for stage in MATMUL_STAGES},
-    "fp8": {stage: {"fp8_inp", "fp8_weight", "fp8_scales", "fp8_partials"} for stage in MATMUL_STAGES if stage != "head"},
+    "fp8": {
+        stage: {"fp8_inp", "fp8_inp_scale", "fp8_weight", "fp8_weight_scale", "fp8_partials"} for stage in MATMUL_STAGES if stage != "head"
+    },
 }  # fmt: skip
 for stage in DWEIGHT_ROOM:
     MATMUL_ROOMS["fp8"][stage] |= {"fp8_sum"} | ({"fp8_dout", "fp8_dout_scale"} if stage != "fcproj_dweight" else set())
@@ -328,7 +330,7 @@ def test_no_two_tensors_alive_together_share_a_byte(config, B, T):
     ("numba", "attention_bias", "dqkvr"), ("triton", "attention_delta", "datty"), ("numba", "matmul_sums", "datty"),
     ("numba", "matmul_packed", "fch"), ("torch", "widened", "fch"), ("numba", "widened", "datty"), ("torch", "widened", "logits"),
     ("torch", "attention_sums", "dqkvr"), ("torch", "loss_sum", "norm_partials"),
-    ("triton", "fp8_inp", "fch"), ("triton", "fp8_weight", "qkvr"), ("triton", "fp8_scales", "atty"), ("triton", "fp8_partials", "ln1"),
+    ("triton", "fp8_inp", "fch"), ("triton", "fp8_weight", "qkvr"), ("triton", "fp8_inp_scale", "atty"), ("triton", "fp8_partials", "ln1"),
     ("triton", "fp8_sum", "dfch"), ("triton", "fp8_dout", "dqkvr"), ("triton", "fp8_dout_scale", "dfch"),
     ("triton", "fp8_fcproj_dout", "fch"), ("triton", "fp8_fcproj_dout_scale", "ln2"), ("triton", "fp8_fcproj_dout", "fp8_inp"),
 ])  # fmt: skip

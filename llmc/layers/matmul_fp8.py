@@ -11,7 +11,7 @@ Nothing is kept from one matmul to the next, least of all a scale: operands are 
 bits at every level of recompute, and a run that resumes goes on with the bits of one that never stopped.
 
 Working room, `room`, where operands lie as bytes (uint8): fp8_inp and fp8_dout (2, ...) for the widest matmul's rows, fp8_weight for the
-largest weight, fp8_scales (2,) and fp8_dout_scale (1,) fp32, fp8_sum fp32 as large as the largest weight, and what fp8_operand needs.
+largest weight, of each its scale (1,) fp32, as fp8_inp_scale, fp8_sum fp32 as large as the largest weight, and what fp8_operand needs.
 Without a room these functions are matmul.py's, as they are for the classifier.
 
 Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
@@ -54,10 +54,7 @@ def matmul_forward(out, inp, weight, bias=None, room=None, *, fp8_operand):
     """
     if room is None:
         return matmul.matmul_forward(out, inp, weight, bias)
-    of_inp, of_weight = room["fp8_scales"].split(1)
-    x, w = (_matrix(room[name], *rows_of(t).shape) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
-    fp8_operand(of_inp, inp, room, rows=x)
-    fp8_operand(of_weight, weight, room, rows=w)
+    (x, of_inp), (w, of_weight) = (_operand(name, t, room, fp8_operand) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
     # as is usual, sums of forward are the fast ones, which keep fewer bits; those of gradients are promoted to fp32 on the way
     _multiply(rows_of(out), x, w, of_inp, of_weight, bias, fast=True)
 
@@ -72,21 +69,27 @@ def matmul_dinput(dinp, dout, weight, room=None, *, fp8_operand):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C), after matmul_dout."""
     if room is None:
         return matmul.matmul_dinput(dinp, dout, weight)
-    of_weight, columns = room["fp8_scales"][1:], _matrix(room["fp8_weight"], *weight.t().shape)
-    fp8_operand(of_weight, weight, room, columns=columns)
-    _multiply(rows_of(dinp), _dout(dout, room)[0], columns, room["fp8_dout_scale"], of_weight)
+    w, of_weight = _operand("fp8_weight", weight, room, fp8_operand, transposed=True)
+    _multiply(rows_of(dinp), _dout(dout, room)[0], w, room["fp8_dout_scale"], of_weight)
 
 
 def matmul_dweight(dweight, dout, inp, *, accumulate, room=None, fp8_operand):
     """dweight (OC, C), bf16 or fp32, = dout.T @ inp, plus what it held if `accumulate`; after matmul_dout, inp (..., C)."""
     if room is None:
         return matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate)
-    of_inp, columns = room["fp8_scales"][:1], _matrix(room["fp8_inp"], *rows_of(inp).t().shape)
-    fp8_operand(of_inp, inp, room, columns=columns)
+    x, of_inp = _operand("fp8_inp", inp, room, fp8_operand, transposed=True)
     total = room["fp8_sum"].view(-1)[: dweight.numel()].view(dweight.shape) if accumulate else dweight
-    _multiply(total, _dout(dout, room)[1], columns, room["fp8_dout_scale"], of_inp)
+    _multiply(total, _dout(dout, room)[1], x, room["fp8_dout_scale"], of_inp)
     if accumulate:
         dweight.add_(total)
+
+
+def _operand(name, x, room, fp8_operand, transposed=False):
+    """x in FP8, as it lies or transposed, made in the room of that name; and its scale."""
+    R, C = rows_of(x).shape
+    made, scale = _matrix(room[name], *((C, R) if transposed else (R, C))), room[f"{name}_scale"]
+    fp8_operand(scale, x, room, **{"columns" if transposed else "rows": made})
+    return made, scale
 
 
 def _dout(dout, room):

@@ -24,7 +24,10 @@ NUMBA_ATTENTION = (
 TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
 # of matmuls in FP8: of all; of those that make a weight's gradient; of the gradient that these share with those that make an input's;
 # and of fcproj's, which is narrower than the widest, and lies there longer, while GELU runs between the two
-FP8_MATMULS = (("inp", "B T Fc", "fp8"), ("weight", "Fw", "fp8"), ("scales", "2", "fp32"), ("partials", "Pf", "fp32"))
+FP8_MATMULS = (
+    ("inp", "B T Fc", "fp8"), ("inp_scale", "1", "fp32"), ("weight", "Fw", "fp8"), ("weight_scale", "1", "fp32"),
+    ("partials", "Pf", "fp32"),
+)  # fmt: skip
 FP8_DWEIGHT = (("sum", "Fw", "fp32"),)
 FP8_DOUT = (("dout", "2 B T Fc", "fp8"), ("dout_scale", "1", "fp32"))
 FP8_FCPROJ = (("fcproj_dout", "2 B T C", "fp8"), ("fcproj_dout_scale", "1", "fp32"))
