@@ -118,8 +118,8 @@ def room():
     flat = {"fp8_inp": R * widest, "fp8_weight": weight, "fp8_dout": 2 * R * widest}
     acts = {name: torch.full((n,), 0xFF, dtype=torch.uint8, device=DEVICE) for name, n in flat.items()}
     acts["fp8_dout"] = acts["fp8_dout"].view(2, -1)
-    return acts | {name: unwritten(n).to(DEVICE) for name, n in
-                   {"fp8_inp_scale": 1, "fp8_weight_scale": 1, "fp8_dout_scale": 1, "fp8_partials": 4, "fp8_sum": weight}.items()}  # fmt: skip
+    fp32 = {"fp8_partials": 4, "fp8_sum": weight} | dict.fromkeys(("fp8_inp_scale", "fp8_weight_scale", "fp8_dout_scale"), 1)
+    return acts | {name: unwritten(n).to(DEVICE) for name, n in fp32.items()}
 
 
 def seen(x):
