@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import Backend, available_host_bytes, choose_precision, measure_matmul_tflops, open_backend
+from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
 from llmc.clock import StepClock
@@ -58,7 +58,7 @@ from llmc.preamble import chosen_line, notes, print_device, print_model, print_r
 from llmc.rand import XorShift
 from llmc.request import (
     Source, check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
-    check_precision, choose_model, data_ranks, plan_options, plan_text, run_budget, settle, settle_kernels_of, shortest_shard,
+    check_precision, choose_model, data_ranks, host_budget, plan_options, plan_text, run_budget, settle, settle_kernels_of, shortest_shard,
     training_data, zero_note,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
@@ -177,7 +177,7 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World) -> R
     check_gelu_fusion(options)
     check_fp8(options, backend.name, backend.capability())
     graphs = check_graphs(s, options)
-    budget, host_bytes = run_budget(s, backend, world), smallest(world, available_host_bytes() // world.num_local)
+    budget, host_bytes = run_budget(s, backend, world), host_budget(world)
     s, chosen = settle(s, source, options, budget, world, lambda: shortest_shard(s))
     grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps

@@ -459,3 +459,8 @@ def run_budget(s: Settings, backend, world: World) -> Budget:
     free = Budget(smallest(world, mine), f"free on {backend.name}", reserve=RESERVE[backend.kind])
     wish = parse_budget(s.memory_budget) if s.memory_budget else free
     return min(wish, free, key=lambda budget: budget.bytes)
+
+
+def host_budget(world: World) -> int:
+    """Bytes of host memory for each process of a machine. The same on all ranks."""
+    return smallest(world, available_host_bytes() // world.num_local)

@@ -129,6 +129,16 @@ def test_a_small_arena_is_zeros_of_its_size(n_bytes):
     assert arena.shape == (n_bytes,) and arena.dtype == torch.uint8 and not arena.any()
 
 
+@pytest.mark.parametrize("error, is_one", [
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (MemoryError(), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), False), (ValueError("no room"), False),
+])  # fmt: skip
+def test_every_allocator_s_refusal_is_known(error, is_one):
+    assert is_out_of_memory(error) == is_one
+
+
 def test_an_arena_that_does_not_fit_is_out_of_memory():
     with pytest.raises((MemoryError, RuntimeError)) as refused:
         allocate(1 << 60, CPU)

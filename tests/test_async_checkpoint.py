@@ -175,6 +175,18 @@ def test_a_checkpoint_holds_its_own_step_though_training_went_on_before_it_was_w
 # order
 
 
+def test_one_that_is_written_counts_two_steps_later_and_not_only_with_the_next(case, tmp_path):
+    """That of step 3, written while step 4 runs, by the time that step 6 has; the next one is due after that."""
+    found = {}
+
+    def after_step(step):
+        found[step] = steps_in(tmp_path)
+        finish_writing()
+
+    ran(*inputs(case), SMALL, "-x 7 -n 3", QUIET, ASYNC, "-o", tmp_path, after_step=after_step)
+    assert found[3] == [] and found[6] == [3] and steps_in(tmp_path) == [3, 6, 7]
+
+
 def test_a_checkpoint_waits_for_the_one_before_and_says_so_once(case, tmp_path):
     """Due every step on a disk that needs longer: one at a time, each complete before the next begins; the note is printed once."""
     argv = [*inputs(case), SMALL, "-x 5 -n 1 -nk 1", QUIET, "-o"]

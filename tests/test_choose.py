@@ -499,6 +499,7 @@ def test_b_auto_trains_with_the_largest_divisor_and_accumulates_the_rest(case):
 def test_b_auto_without_d_trains_on_the_most_that_fits(case):
     out = ran(*inputs(case), f"-x 1 {SIZES} {QUIET} -b auto {kib(total(TINY, B=7) + 4)}")
     assert "batch_size B=7 * seq_len T=32 * num_processes=1 and total_batch_size=224" in out
+    assert " -> estimated maximum batch size: 7\n" in out  # of the budget, not of the machine
     assert "=> setting grad_accum_steps=1" in out
 
 

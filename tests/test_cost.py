@@ -19,6 +19,7 @@ from llmc.memory.ladder import NOT_KEPT, backward_schedule, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
+from llmc.mfu import PEAKS
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)
@@ -288,3 +289,28 @@ def test_fp8_doubles_the_peak_of_what_it_multiplies():
     layers = 6 * 12 * 1600 * 1600 * 48 * 4096
     share = layers / step_cost(o).flops
     assert bf16 == 989.4e12 and fp8 == pytest.approx(bf16 / (share / 2 + 1 - share)) and 0.85 < share < 0.95
+
+
+# ----------------------------------------------------------------------------
+# bytes of the head, and a card's rates
+
+
+@pytest.mark.parametrize("precision, size", [("fp32", 4), ("bf16", 2)])
+def test_the_bytes_of_a_step_without_layers_are_those_of_the_head_counted_by_hand(precision, size):
+    """Of one chunk, gradients in the weights' type. The encoder reads and writes rows, and takes them back; lnf reads, writes and reads
+    again, and is the head's operand twice each way; logits are written, read and written as their gradient, and read by two products; wte
+    is read by two products, and its gradient read and written. Of the update: a gradient twice, all else read and written."""
+    one, two = (
+        PlanOptions(replace(ODD, num_layers=L), 3, 7, precision=precision, recompute=0, head_chunk=21, device="cpu") for L in (1, 2)
+    )
+    C, Vp, rows = 35, 103, 21
+    stream, logits, weight = (2 + 3 * 3 + 4) * rows * C, 5 * rows * Vp, 4 * Vp * C
+    per_parameter = 2 * size + 2 * (size + 4 + 4 + (4 if precision == "bf16" else 0))
+    of_no_layer = 2 * one.num_parameters - two.num_parameters
+    assert 2 * step_cost(one).bytes - step_cost(two).bytes == size * (stream + logits + weight) + per_parameter * of_no_layer
+
+
+def test_a_card_s_peak_is_that_of_the_precision():
+    h100 = parse_budget("h100-80")
+    bf16, fp32 = (peak_flops(PlanOptions(D12, 4, 1024, precision=p, device="cuda"), h100) for p in ("bf16", "fp32"))
+    assert (bf16 / 1e12, fp32 / 1e12) == PEAKS[h100.card.peak] and bf16 > 1.5 * fp32

@@ -99,6 +99,14 @@ def test_writing_what_was_read_gives_the_same_bytes(path, tmp_path):
     assert (tmp_path / "again.bin").read_bytes() == path.read_bytes()
 
 
+def test_more_examples_than_the_format_can_number_are_refused(tmp_path):
+    """Their number has 16 bits, and what begins an example may not be one."""
+    example = Example(2, [5, 6], [[1], [2], [3], [4]])
+    assert write_eval_file(tmp_path / "most.bin", [example] * 65535) == 65535
+    with pytest.raises(UserError, match="example 65535 takes .* bytes; the eval format ends at 65535 examples"):
+        write_eval_file(tmp_path / "more.bin", [example] * 65536)
+
+
 def test_golden_score_belongs_to_this_file(path):
     golden = json.loads((Path(__file__).parent / "golden/eval_A.json").read_text())
     assert EvalLoader(path, 8, T, vocab_size=V).num_examples == golden["num_examples"]

@@ -11,6 +11,7 @@ from case_a import CONFIG, NoLoader
 from llmc.checkpoint import keeper
 from llmc.checkpoint.keeper import Checkpoints
 from llmc.checkpoint.store import find_last_step, step_to_delete
+from llmc.files import write_atomically
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions
@@ -57,7 +58,7 @@ def test_one_is_due_on_its_period_at_the_end_and_when_asked_to_stop(keep):
     checkpoints = keep("-n 4", resume_step=8)
     assert [step for step in range(13) if checkpoints.due(step, False, False)] == [4, 12]  # 8 is there already, 0 is nothing
     assert checkpoints.due(11, True, False) and checkpoints.due(11, False, True) and checkpoints.due(0, True, False)
-    assert not checkpoints.due(8, True, True) and not checkpoints.due(0, False, True)
+    assert not checkpoints.due(8, True, True) and not checkpoints.due(0, False, True) and not checkpoints.due(0, True, True)
     never = keep("-n 0")
     assert not never.due(4, True, False) and never.due(4, False, True)
 
@@ -109,6 +110,31 @@ def test_what_was_resumed_from_still_has_to_replace_its_older_one_once_proven(ke
     assert again.unproven == 4
     again.prove(4)
     assert steps(tmp_path) == [4]
+
+
+def test_an_earlier_run_s_done_is_gone_before_its_files_are_replaced(keep, tmp_path, monkeypatch):
+    """Or a crash in between would leave it over files of both runs."""
+    write(keep(), 4)
+    seen = []
+
+    def replace_file(path, pieces, **options):
+        seen.append((path.name[:5], steps(tmp_path)))
+        write_atomically(path, pieces, **options)
+
+    for module in ("model_file", "state_file"):
+        monkeypatch.setattr(f"llmc.checkpoint.{module}.write_atomically", replace_file)
+    write(keep(), 4)
+    assert seen == [("model", []), ("extra", []), ("state", [])] and steps(tmp_path) == [4]
+
+
+def test_ranks_have_settled_and_know_that_a_done_is_gone_before_any_of_them_writes(keep, models, monkeypatch):
+    """Weights may still be on their way, and another rank must not replace its files under a DONE."""
+    checkpoints, calls = keep(), []
+    for owner, name in ((models[False].sharing, "settle"), (models[False].sharing, "barrier"), (checkpoints._writer, "begin")):
+        monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
+    monkeypatch.setattr("llmc.checkpoint.snapshot.unmark", lambda folder, step: calls.append("unmark"))
+    write(checkpoints, 2)
+    assert calls[:4] == ["settle", "unmark", "barrier", "begin"]
 
 
 def test_disowning_takes_back_what_is_unproven_and_keeps_its_files(keep, tmp_path):

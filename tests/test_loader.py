@@ -32,6 +32,19 @@ def shards(tmp_path):
     return str(tmp_path / "s_*.bin")
 
 
+def test_shards_of_the_same_lengths_are_told_apart_by_their_names(shards, tmp_path):
+    """By what ranks compare: they are to read the same files, wherever each has them."""
+    summary = TokenLoader(shards, 2, 10).summary()
+    assert summary.startswith("3 shards of 238 tokens (")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for path in tmp_path.glob("s_*.bin"):
+        (elsewhere / path.name).write_bytes(path.read_bytes())
+    assert TokenLoader(str(elsewhere / "s_*.bin"), 2, 10).summary() == summary
+    (elsewhere / "s_1.bin").rename(elsewhere / "s_9.bin")
+    assert TokenLoader(str(elsewhere / "s_*.bin"), 2, 10).summary() != summary
+
+
 def batches(loader, count):
     return [tuple(x.copy() for x in loader.next_batch()) for _ in range(count)]
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -338,9 +338,23 @@ def test_m_minus_1_takes_no_batch_of_short_shards_twice(case, tmp_path):
 
 
 def test_x_minus_1_is_one_epoch(case):
-    """8333 tokens // 512 = 16 steps."""
-    out = ran(*inputs(case), "-b 8 -t 64", QUIET)
+    """8333 tokens // 512 = 16 steps, over which the learning rate falls as over 16 that were asked for."""
+    out, asked = (ran(*inputs(case), "-b 8 -t 64 -u 2 -q 0", steps, QUIET) for steps in ("", "-x 16"))
     assert len(losses(out)) == 16 and "| train_num_batches     | 16 " in out and "step   16/16 |" in out
+    rates, expected = (re.findall(r"\| lr (\S+) ", text) for text in (out, asked))
+    assert rates == expected and len(set(rates)) > 10
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_mfu_is_of_what_each_process_does(capsys, processes):
+    """A thousand tokens of 1 GFLOP each in half a second, on a card that does 10 TFLOP/s."""
+    run, clock = MagicMock(), MagicMock()
+    run.settings.log_gpu_every, run.world.num_processes, run.total_batch_size = 0, processes, 1000 * processes
+    run.flops_per_token, run.peak_tflops, run.max_steps = 10**9, 10.0, 9
+    clock.count.return_value, clock.tokens_per_s = 0.5, 2000.0 * processes
+    judged = SimpleNamespace(loss=1.0, norm=1.0, loss_z=0.0, norm_z=0.0, checkpoints_written=0)
+    train_gpt2.finish_step(run, clock, SimpleNamespace(step=0, judged=judged, lr=1e-4, started=0, ended=1, skipped=False))
+    assert "| 500.00 ms | 20.0% bf16 MFU |" in capsys.readouterr().out
 
 
 def test_val_and_samples_are_due_on_their_periods_and_at_the_end(case):

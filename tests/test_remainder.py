@@ -3,8 +3,10 @@
 Tokens are numbered through all shards, so a served token says which place of which shard it is.
 """
 
+import base64
 import random
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from llmc.checkpoint.state_file import TrainingState, read_extra, read_facts, write_extra, write_state
 from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, pack, unpack
-from llmc.data.resume import plan_resume
+from llmc.data.resume import on_other_shards, plan_resume
 from llmc.data.shards import write_shard
 from llmc.errors import UserError
 
@@ -362,6 +364,12 @@ def test_two_shards_of_one_name_are_told_apart_by_nothing(tmp_path):
         go_on(loaders[2:], *checkpoint)
 
 
+@pytest.mark.parametrize("was, now", [(("s", "s"), ("s",)), (("s",), ("s", "s")), (("s", "s"), ("s", "s"))])
+def test_shards_of_one_name_then_or_now_are_refused(was, now):
+    with pytest.raises(UserError, match="two files of the training data have the same name"):
+        on_other_shards(np.array([[3, 100]]), *([(name, 400) for name in names] for names in (was, now)))
+
+
 # ----------------------------------------------------------------------------
 # checkpoints of others, and damaged ones
 
@@ -508,6 +516,14 @@ def test_packed_intervals_come_back_and_are_short():
         assert np.array_equal(unpack(pack(intervals)), intervals) and unpack(pack(intervals)).shape == (count, 2)
     regular = np.arange(10**6).reshape(-1, 2) * 4096
     assert len(pack(regular)) < 50_000
+
+
+@pytest.mark.parametrize("places", [[3, 9, 9, 12], [3, 3], [9, 3], [-1, 3], [3, 9, 12]])
+def test_intervals_that_do_not_ascend_are_damaged(places):
+    """Two that touch would have been one; in an empty one is nothing left."""
+    text = base64.b64encode(zlib.compress(np.diff(np.array(places), prepend=0).astype("<i8").tobytes())).decode()
+    with pytest.raises(ValueError, match="do not ascend"):
+        unpack(text)
 
 
 def test_merged_intervals_are_the_same_places():

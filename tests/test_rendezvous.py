@@ -135,6 +135,16 @@ def test_a_stale_file_confuses_nobody(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_only_a_run_s_own_file_is_removed(tmp_path):
+    """A newer run may have written its own there."""
+    path = rendezvous_path(place(0, 2, tmp_path))
+    path.write_text(json.dumps({"addresses": [], "machine": "", "port": 1, "run": "newer"}))
+    rendezvous.remove_card(place(0, 2, tmp_path), "older")
+    assert path.exists()
+    rendezvous.remove_card(place(0, 2, tmp_path), "newer")
+    assert not path.exists()
+
+
 def test_rank_1_looks_on_while_there_is_only_a_stale_file(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
     with listener() as port:

@@ -1,7 +1,9 @@
 """What a command line asks of a GPU: whose kernels, whose attention, GELU in matmuls; honoured, said, or refused in a sentence."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import torch
@@ -9,11 +11,17 @@ import torch
 import llmc.backend
 import llmc.kernels
 from llmc.config import config_from_descriptor
+from llmc.data.shards import write_shard
+from llmc.distributed import World
 from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
-from llmc.request import check_attention, check_gelu_fusion, check_graphs, plan_options, plan_text, settle_kernels
+from llmc.request import (
+    Source, check_attention, check_gelu_fusion, check_graphs, check_lengths, host_budget, plan_options, plan_text, run_budget, settle,
+    settle_kernels, shortest_shard,
+)  # fmt: skip
+from llmc.units import MIB
 
 D12 = config_from_descriptor("d12")
 
@@ -307,3 +315,56 @@ def test_gelu_fusion_without_the_library_is_refused(monkeypatch):
     check_gelu_fusion(options("-ge 3 -b 2 -t 6", "fp32", config=narrow))
     with pytest.raises(UserError, match="-ge 3: .* takes a multiple of 256 bytes, and it takes 1920; use a -b or -t with more factors of"):
         check_gelu_fusion(options("-ge 3 -b 1 -t 6", config=narrow))
+
+
+# ----------------------------------------------------------------------------
+# what a plan must fit in, and what auto may choose
+
+
+FOUR = World(num_local=4)  # of a machine; of one process, so nobody has to be asked
+
+
+@pytest.mark.parametrize("kind, wish, world, mib", [
+    ("cpu", "", World(), 1000), ("cpu", "", FOUR, 250), ("cuda", "", FOUR, 1000), ("cpu", "8GiB", World(), 1000),
+    ("cpu", "8GiB", FOUR, 250), ("cuda", "400MiB", World(), 400), ("cpu", "400MiB", FOUR, 250),
+])  # fmt: skip
+def test_a_budget_is_never_more_than_is_free_for_each_process(kind, wish, world, mib):
+    backend = SimpleNamespace(kind=kind, name="a device", free_bytes=lambda: 1000 * MIB)
+    assert run_budget(asked(f"--memory-budget {wish}" if wish else ""), backend, world).bytes == mib * MIB
+
+
+def test_processes_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: 1000 * MIB)
+    assert (host_budget(World()), host_budget(FOUR)) == (1000 * MIB, 250 * MIB)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """-i of two shards, the shorter one of 65 tokens, -j of one of 33."""
+    for name, n_tokens in (("train_1", 1000), ("train_2", 65), ("val", 33)):
+        write_shard(tmp_path / f"{name}.bin", np.zeros(n_tokens, np.uint16))
+    return f"-i {tmp_path}/train_*.bin -j {tmp_path}/val.bin -t 32 -b auto"
+
+
+@pytest.mark.parametrize("flags, inputs", [("-v 0", 64), ("-v 1", 32), ("-v 0 -a 1", 32)])
+def test_the_shortest_shard_of_what_a_run_reads_counts(shards, flags, inputs):
+    assert shortest_shard(asked(f"{shards} {flags}")) == inputs
+
+
+@pytest.mark.parametrize("flags, processes, B", [("-v 0", 1, 2), ("-v 1", 1, 1), ("-v 0", 2, 1), ("-v 0 --tensor-parallel 2", 2, 2)])
+def test_auto_takes_no_more_sequences_than_every_shard_has_for_all_ranks(shards, flags, processes, B):
+    s, world = asked(f"{shards} {flags} --kernels numba"), World(num_processes=processes)
+    budget = run_budget(s, SimpleNamespace(kind="cpu", name="a CPU", free_bytes=lambda: 1 << 40), World())
+    chosen, _ = settle(s, Source(D12), plan_options(s, D12, "bf16", "cpu", world), budget, world, lambda: shortest_shard(s))
+    assert chosen.batch_size == B
+
+
+def test_a_step_s_sequences_are_counted_for_each_rank():
+    s = asked("-b 4 -t 64 -d 512")
+    assert [plan_options(s, D12, "bf16", "cuda", World(num_processes=n)).step_sequences for n in (1, 2)] == [8, 4]
+
+
+def test_a_long_sample_is_no_matter_where_none_is_printed():
+    check_lengths(asked("-s 0 -g 4096"), D12)
+    with pytest.raises(UserError, match="^-g 4096: the model knows 1024 positions"):
+        check_lengths(asked("-s 1 -g 4096"), D12)

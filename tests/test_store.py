@@ -121,7 +121,8 @@ def test_a_prepared_folder_has_no_temporary_files_but_everything_else(tmp_path):
     folder.mkdir(parents=True)
     ours = ["model_00000010.bin", "state_00000010_00000.bin", "extra_00000010_00000.json", "DONE_00000010"]
     kept = [*ours, "notes.tmp", "main.log", "model_best.bin.tmp"]
-    for name in [*kept, *(f"{name}.tmp" for name in ours)]:
+    crashed = [f"{name}.tmp" for name in (*ours, "main.log", "speed.log", "memory.json", "shared_0123abcd", "writable_x1_y")]
+    for name in [*kept, *crashed]:
         (folder / name).touch()
     with store.held_folder(folder):
         assert sorted(os.listdir(folder)) == sorted([*kept, store.LOCK_NAME])

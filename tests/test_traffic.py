@@ -234,6 +234,8 @@ def test_time_is_bits_over_speed():
     (1024, 1, 8, 3200, None),  # all 8 ranks of a machine are in the one ring, which leaves it once, over 8 ports
     (1024, 2, 8, 1600, 7200),
     (8, 2, 8, 7200, 7200),     # one machine
+    (4, 1, 8, 7200, None),     # a part of one
+    (4, 2, 8, 7200, 7200),
     (64, 16, 8, 400, 3200),    # a copy in two machines
     (64, 4, 32, 3200, 7200),
     (60, 6, 8, 400, 800),      # of a copy 2 ranks in one machine and 4 in the next: over 2 ports

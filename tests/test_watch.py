@@ -11,7 +11,7 @@ import pytest
 from ranks import KILLED, ends, start_all
 
 from llmc.distributed.rendezvous import Member
-from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge
+from llmc.distributed.verdict import DONE, DOUBTFUL_AFTER_S, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge
 
 MEMBERS = tuple(Member("machine", f"host{rank}", 100 + rank, "") for rank in range(3))
 TIMEOUT_S = 60
@@ -177,6 +177,18 @@ def test_a_collective_that_failed_because_somebody_is_gone_is_not_what_is_said()
     for rank in (0, 1):
         case.says(rank, failed="Connection closed by peer")
     assert "rank 2 of 3 (host host2, process 102) is gone" in case.passes(SETTLE_S).sentence
+
+
+def test_nobody_is_blamed_for_being_slow_while_another_may_be_dying():
+    """Rank 1 is behind and does not move, but rank 2, for which it may wait, has not been heard for a while."""
+    case = Case()
+    case.passes(1)
+    for rank in (0, 2):
+        case.says(rank, sequence=1, progress="step 8")
+    assert case.passes(TIMEOUT_S - DOUBTFUL_AFTER_S - 2) is None
+    case.silent.add(2)
+    assert case.passes(DOUBTFUL_AFTER_S + 4) is None
+    assert case.passes(LOST_AFTER_S).sentence.startswith("rank 2 of 3 (host host2, process 102) is gone")
 
 
 def test_where_collectives_wait_for_ever_nobody_moving_is_a_hang():
