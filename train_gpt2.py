@@ -5,7 +5,7 @@
 
 The program, top to bottom: opening what the flags ask for, building it, the loop. What it uses:
 
-what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, cards
+what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, cores, cards
 the model     llmc/: gpt2 (stages over named views, forward and backward), graphs
 layers        llmc/layers/: encoder layernorm matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
               adamw rounding rows
@@ -33,6 +33,7 @@ from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_
 from llmc.cards import Budget
 from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
 from llmc.clock import StepClock
+from llmc.cores import sleep_soon_where_busy
 from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
@@ -151,6 +152,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
     refuse_contradictions(s)
     place = find_place(s)
     prepare_torch(place)
+    busy = sleep_soon_where_busy() if place.num_processes == 1 else []
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
@@ -162,11 +164,11 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         check_lengths(s, source.config)
         backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
-        return settle_run(s, source, backend, world)
+        return settle_run(s, source, backend, world, busy if backend.kind == "cpu" else [])
 
 
-def settle_run(s: Settings, source: Source, backend: Backend, world: World) -> Run:
-    """Decide what is left to decide, and plan."""
+def settle_run(s: Settings, source: Source, backend: Backend, world: World, said: list[str]) -> Run:
+    """Decide what is left to decide, and plan. said: notes so far."""
     world.progress("planning")
     config = source.config
     precision = choose_precision(source.precision or s.precision, backend)
@@ -189,7 +191,7 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World) -> R
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
     print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
-    said = [*reasons, *zero_note(s, options), *chosen]
+    said = [*said, *reasons, *zero_note(s, options), *chosen]
     if measured:
         said.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
