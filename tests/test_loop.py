@@ -719,6 +719,33 @@ def test_a_gpu_has_the_next_step_before_the_loss_of_the_last_is_read_but_not_acr
     assert re.findall(r"^s:(\d+)", written, re.MULTILINE) == list("01234")
 
 
+def test_what_comes_between_two_steps_of_a_gpu_is_in_the_time_of_neither(case, tmp_path, monkeypatch):
+    """Validation takes an hour here, by the device's clock."""
+    now, real_validate = iter(range(10**9)), train_gpt2.validate
+    hours = []
+
+    def validate(run, step):
+        real_validate(run, step)
+        hours.append(3600.0)
+
+    validate.__name__ = "validate"
+    monkeypatch.setattr(Backend, "mark", lambda backend: next(now) * 1e-3 + sum(hours))
+    monkeypatch.setattr(Backend, "asynchronous", True)
+    ran(*inputs(case), "-b 4 -t 32 -x 6 -v 2 -m 1 -s 0 --kernels torch -o", tmp_path, faked={"validate": validate})
+    times = [float(ms) for ms in re.findall(r" ms:(\S+)", (tmp_path / "speed.log").read_text())]
+    assert len(times) == 6 and len(hours) == 4 and max(times) < 1000
+
+
+def test_as_many_batches_are_read_as_are_trained_on(case, monkeypatch):
+    """What lies behind the last one need not be good data."""
+    from llmc.data.loader import TokenLoader
+
+    pieces, read = [], TokenLoader._read
+    monkeypatch.setattr(TokenLoader, "_read", lambda loader, piece: (pieces.append(piece), read(loader, piece))[1])
+    ran(*inputs(case), "-b 2 -t 32 -d 128 -x 4", QUIET)
+    assert len(pieces) == 8
+
+
 def test_a_step_that_was_done_is_logged_though_the_next_one_fails(case, tmp_path, monkeypatch):
     """On a GPU step 1 is launched, and fails, before step 0 is printed."""
     real, calls = GPT2.train, []

@@ -113,6 +113,8 @@ def away(mine, theirs) -> float:
 def test_the_log_and_the_sample_are_those_without_parts(undivided, in_parts, name, copies):
     """Losses to the last of six digits or two, what main.log says to the last digit; as many HellaSwag answers, the same tokens."""
     want, run = undivided[copies], in_parts[name]
+    for counted in (r"total_batch_size=\d+", r"grad_accum_steps=\d+", r"train_num_batches +\| \d+"):  # parts read the same data
+        assert re.findall(counted, run.out) == re.findall(counted, want.out) != []
     assert ("ZeRO has nothing to shard: -z 1 is the same as -z 0" in run.out) == (name == "parts")
     assert len(losses(run.out)) >= STEPS + 3 and np.abs(losses(run.out) - losses(want.out)).max() <= 3e-6
     assert run.log.keys() == want.log.keys() and len(want.log) == STEPS * 2 + 3 + 2

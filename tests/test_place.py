@@ -84,6 +84,7 @@ REFUSED = {
     "tcp without -ps": ({}, "-pn 2 -pi tcp", "there is no -ps"),
     "-ps that nobody knows": ({}, "-pn 2 -pi tcp -ps no.such.host.invalid", "-ps is no.such.host.invalid, which is no address"),
     "-ps with a port too high": ({}, "-pn 2 -pi tcp -ps 127.0.0.1:65536", "-ps (--server-ip) is '127.0.0.1:65536'"),
+    "-ps with port 0": ({}, "-pn 2 -pi tcp -ps 127.0.0.1:0", "-ps (--server-ip) is '127.0.0.1:0'"),
     "-ps with a port of letters": ({}, "-pn 2 -pi tcp -ps [::1]:http", "must be HOST or HOST:PORT"),
     "-ps without its port": ({}, "-pn 2 -pi tcp -ps host:", "must be HOST or HOST:PORT"),
     "-ps without its host": ({}, "-pn 2 -pi tcp -ps :80", "must be HOST or HOST:PORT"),

@@ -91,6 +91,20 @@ def test_every_stage_prints_the_same_numbers_and_writes_the_same_model_and_log(s
         }
 
 
+def test_speed_log_counts_the_tokens_of_all_ranks(stages):
+    for folder, _ in stages:
+        steps = re.findall(r"^s:\d+ ms:(\S+) tok/s:(\S+)$", (folder / "speed.log").read_text(), re.M)
+        assert len(steps) == 4
+        for ms, tokens in steps:
+            assert float(tokens) == pytest.approx(128 / float(ms) * 1e3, rel=1e-2)
+
+
+def test_a_sample_without_a_validation_before_it_is_of_the_step_s_own_weights(case, tmp_path):
+    """At -z 3 too, where nobody but the sample asks for them."""
+    outs = [ran(2, tmp_path / str(z), *inputs(case), COMMON, "-b 2 -x 3 -v 0 -s 1 -g 8 -l 1e-2 -z", z) for z in (0, 3)]
+    assert numbers_of(outs[0]) == numbers_of(outs[1]) and outs[0].count("generating:") == 3
+
+
 def test_from_stage_1_on_a_rank_s_state_file_is_llmc_s_share_of_each_layer(stages):
     """At stage 0 both hold everything."""
     (first, _), *others = stages
@@ -185,7 +199,7 @@ def endless(real, run, step):
 
 
 @pytest.mark.parametrize("n, flags, whom", [
-    (2, "-z 3", 1), (3, "-h 1 --hellaswag-data {eval}", 2),
+    (2, "-z 3", 1), (3, "-h 1 --hellaswag-data {eval}", 2), (2, "--tensor-parallel 2 --kernels numba", 1),
 ])  # fmt: skip
 def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end_nor_for_a_step(case, tmp_path, n, flags, whom):
     """Also where shares of the examples differ. Until then nobody takes the evaluation, in which no step ends, for a hang."""
@@ -203,7 +217,7 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end_nor_for_a_step(
     assert len(losses(ended[0].out)) == 2 and steps_in(stopped) == [2]
     ran(n, tmp_path / "c", *argv, "-y 1 -o", stopped)
     names = [path.name for path in straight.iterdir() if "00000004" in path.name]
-    assert len(names) > 3 and files(stopped, "main.log", *names) == files(straight, "main.log", *names)
+    assert len(names) > (2 if "parallel" in flags else 3) and files(stopped, "main.log", *names) == files(straight, "main.log", *names)
 
 
 @pytest.mark.parametrize("flags", ["-z 3", "-z 1 --async-checkpoint 1 -v 1 -m 1"])
@@ -383,6 +397,7 @@ REFUSED = {  # name -> ranks, flags, more of rank 1, what each rank that says so
     "other weights": (2, "-b 2", "-e {case}/other.bin", "the model: rank 1 has "),
     "other shards": (2, "-b 2", "-i {case}/train_01.bin", "-i: rank 1 has 1 shards of "),
     "another budget": (2, "-b auto --memory-budget 1GiB", "--memory-budget 2GiB", "--memory-budget is 2GiB on rank 1 and 1GiB on rank 0"),
+    "other validation shards": (2, "-b 2", "-j {case}/train_01.bin", "validation with -j: rank 1 has 1 shards of "),
     "-o on one": (2, "-b 2 -n 2", "-o {case}/log", "-o (--output-dir) is a folder on rank 1 and empty on rank 0"),
     "folders apart": (2, "-b 2 -n 2 -o {case}/log", "-o {case}", "rank 1 does not see there what rank 0 writes"),
 }  # fmt: skip

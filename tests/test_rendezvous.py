@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import pytest
 from ranks import PROGRAM, ends, environment, free_port, start, start_all
 
+from torch.distributed import TCPStore
+
 from llmc.distributed import network, rendezvous
 from llmc.distributed.place import Place, rendezvous_path
 from llmc.distributed.rendezvous import VERDICT_KEY, meet, open_store, write_card
@@ -133,6 +135,13 @@ def test_a_stale_file_confuses_nobody(name, tmp_path, monkeypatch):
             path.write_text({"text": "hello", "half a file": card[:20], "another file's keys": "[1]"}.get(name, card))
         assert_met(meetings([place(rank, 2, tmp_path) for rank in range(2)]))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_card_whose_port_another_run_has_since_leads_nowhere():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("hello", json.dumps({"run": "another", "num_processes": 2}))
+    card = {"addresses": ["127.0.0.1"], "machine": network.this_machine(), "port": store.port, "run": "old"}
+    assert rendezvous.answers(card) is None and rendezvous.answers(card | {"run": "another"}).num_processes == 2
 
 
 def test_only_a_run_s_own_file_is_removed(tmp_path):

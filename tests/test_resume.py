@@ -217,6 +217,7 @@ def test_a_run_resumed_at_its_last_step_measures_again_and_changes_nothing(case,
     before = but_record(tmp_path)
     again = ran(*argv, "-y 1")
     assert re.findall("val loss .*", again) == re.findall("val loss .*", first)[-1:] and not losses(again) and "Writing" not in again
+    assert "nothing left to do" not in again
     assert but_record(tmp_path) == before and timed_steps(tmp_path) == [0, 1, 2, 3]
     assert phases(tmp_path) == [("build", 0), ("resume", 4), ("evaluation", 4), ("end", 4)]
 
@@ -656,6 +657,17 @@ def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case,
     ended = run(*argv, "-x 9")
     assert ended.code == (130 if "signal" in ends else 2) and not losses(ended.out)
     assert everything_in(folder) == before
+
+
+def test_a_resumed_run_that_is_stopped_before_its_first_step_has_ended_well(case, tmp_path, monkeypatch):
+    """Its weights are those of a checkpoint, so there is nothing that was not trained."""
+    argv = [*inputs(case), SMALL, "-v 2 -m 2 -s 0 --kernels torch -n 2 -o", tmp_path]
+    ran(*argv, "-x 2")
+    before = files_of(tmp_path, 2)
+    losses_of, once = GPT2.token_losses, iter([signal.SIGTERM])
+    monkeypatch.setattr(GPT2, "token_losses", lambda *args: ([signal.raise_signal(number) for number in once], losses_of(*args))[1])
+    out = ran(*argv, "-x 9 -y 1")
+    assert not losses(out) and files_of(tmp_path, 2) == before and steps_in(tmp_path) == [2]
 
 
 def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_path):

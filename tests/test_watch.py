@@ -126,6 +126,10 @@ def test_who_is_done_is_not_missed():
     assert case.passes(10 * TIMEOUT_S) is None
     case.says(0, left=DONE)
     assert case.passes(10 * TIMEOUT_S) is None
+    other = Case(rank=2)
+    other.says(0, left=DONE)
+    other.silent = {0}
+    assert other.passes(10 * TIMEOUT_S) is None
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
