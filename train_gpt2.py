@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_backend
+from llmc.backend import Backend, choose_precision, likely_device_kind, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
 from llmc.clock import StepClock
@@ -152,7 +152,8 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
     refuse_contradictions(s)
     place = find_place(s)
     prepare_torch(place)
-    busy = sleep_soon_where_busy() if place.num_processes == 1 else []
+    threads_wait = place.num_processes == 1 and s.threads != 1 and likely_device_kind(s.device) == "cpu"
+    said = sleep_soon_where_busy() if threads_wait else []
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
@@ -164,7 +165,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         check_lengths(s, source.config)
         backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
-        return settle_run(s, source, backend, world, busy if backend.kind == "cpu" else [])
+        return settle_run(s, source, backend, world, said)
 
 
 def settle_run(s: Settings, source: Source, backend: Backend, world: World, said: list[str]) -> Run:

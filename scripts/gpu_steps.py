@@ -332,7 +332,7 @@ def largest_step(run, record, name, config, batches, flags="", **forms):
         chosen[level] = next((b for b in batches if b <= most), 0)
     level, B = 0 if chosen[0] == chosen[2] else 2, chosen[2]
     if not B:
-        record["not_run"].append(f"{name} {flags}: not even one sequence fits {budget // MIB} MiB")
+        record["not_run"].append(f"{' '.join([name, flags]).rstrip()}: not even one sequence fits {budget // MIB} MiB")
         return
     for B in (b for b in batches if b <= chosen[level]):
         label, has_room = f"{name} -b {B} -r {level} {flags}".rstrip(), True

@@ -259,13 +259,13 @@ def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
     for place, rows in zip(EMBEDDINGS.get(name, ()), embedding_rows):
         sizes[place] = sizes[place] // len(tensors[place]) * rows
     twice = int(kwargs["accumulate"]) if name == "matmul_dweight" else IN_PLACE.get(name, 0)
-    operands = FP8_BYTES.get(name, {}) if in_fp8(args, kwargs) else {}
+    operands = FP8_BYTES[name] if in_fp8(name, args, kwargs) else {}
     return sum(sizes) + sum(sizes[:twice]) + sum(more * args[place].numel() for place, more in operands.items())
 
 
-def in_fp8(args, kwargs) -> bool:
-    """Whether a matmul makes its factors in FP8 first: it has room for them, last among its arguments."""
-    room = kwargs.get("room", args[-1])
+def in_fp8(name: str, args, kwargs) -> bool:
+    """Whether it is a matmul that makes its factors in FP8 first: one with room for them, last among its arguments."""
+    room = kwargs.get("room", args[-1]) if name in FP8_BYTES else None
     return isinstance(room, dict) and "fp8_inp" in room
 
 
@@ -352,7 +352,7 @@ class Recorder:
         flops = count_flops(key[-1], args, self.attention)
         cost = self.costs[key]
         cost.calls, cost.n_bytes, cost.flops = cost.calls + 1, cost.n_bytes + n_bytes, cost.flops + flops
-        cost.floor_ms += self.limits.floor_ms(n_bytes, flops / FP8_SPEED if in_fp8(args, kwargs) else flops)
+        cost.floor_ms += self.limits.floor_ms(n_bytes, flops / FP8_SPEED if in_fp8(key[-1], args, kwargs) else flops)
 
     def measure(self, step) -> tuple[dict, float]:
         """Milliseconds of each key, and of the whole step. The device is waited for before and after, not within."""
