@@ -1,8 +1,8 @@
 """How busy a CPU's cores are with other work, and what threads that wait for one another do about it. No torch here.
 
 OpenMP's threads wait in a loop, GNU's for milliseconds, before they sleep. Alone on their cores that is right. Where something else runs
-there too, one that loops keeps the core from the one it waits for, which the system takes for no more urgent: a step of d6 of 136 ms
-took 420 to 450 beside one busy process on the two cores of a Zen 5, and 470 to 1750 beside two. Where they soon sleep it took 280 and
+there too, one that loops keeps the core from the one it waits for, which the system takes for no more urgent: a step of d6 of 135 ms
+took 360 to 450 beside one busy process on the two cores of a Zen 5, and 410 to 1750 beside two. Where they soon sleep it took 280 and
 290. Alone, on such a machine, soon sleeping cost up to 1%; on a Zen 3 ten times as many turns cost up to 10%. So it is for who is not
 alone.
 """
