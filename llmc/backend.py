@@ -183,8 +183,8 @@ def cpu_favours_numba(precision: str) -> bool:
     """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
     fp32, which are MKL's, and a twentieth in bf16, oneDNN's. On AMD's first Zen: steps of d12 of 256 and 1024 tokens by a twentieth in
     fp32, a fifth and a twentieth in bf16. On its third, and taken to be so on its second: steps of d6 and d12 of 256 to 4096 tokens by a
-    sixth to nothing in bf16; in fp32 slower by up to a twelfth. On Intel with AVX-512 for bf16 and fp16 by a third in bf16 with AMX, by
-    two fifths without; in fp32 slower by a twentieth."""
+    sixth to nothing in bf16; in fp32 slower by up to a twelfth. On Intel with AVX-512 for bf16 and fp16 by a third in bf16, with AMX and
+    without; in fp32 slower by a twentieth."""
     vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
     if "AuthenticAMD" in vendor:
         return "avx512_bf16" in flags or cpu_is_zen_1() or (precision == "bf16" and "avx2" in flags)

@@ -331,11 +331,12 @@ def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):
 
 
 PRODUCT = """
+import sys
 import numpy as np
 import torch
 from llmc.kernels_cpu import door, matmul
 from llmc.kernels_cpu.tiles import (
-    LANES, MULTIPLIES_PAIRS, MULTIPLIES_TILES, close_tiles, multiply, open_tiles, pack_left, pack_right, tile_of, whole_depth,
+    LANES, LARGE, MULTIPLIES_PAIRS, MULTIPLIES_TILES, block_tile_of, close_tiles, multiply, open_tiles, pack_left, pack_right, whole_depth,
 )
 from llmc.memory.tuning import TILE_ROWS
 
@@ -358,7 +359,7 @@ def numbers(x, kind):
 
 chance = np.random.default_rng(0)
 for kind in (np.float32, np.uint32):
-    tile = tile_of(kind == np.uint32)
+    tile = block_tile_of(kind == np.uint32)
     rows, columns, depth = 3 * tile.rows, 2 * max(tile.columns, LANES), 83
     a, b, before = (chance.integers(-99, 100, shape).astype(np.float32) for shape in ((rows, depth), (depth, columns), (rows, columns)))
     room = [np.full(96 * n, 0x7FC07FC0, np.uint32).view(kind) for n in (rows, columns)]  # of NaNs
@@ -373,7 +374,7 @@ for kind in (np.float32, np.uint32):
 inp, weight = (torch.from_numpy(chance.integers(-9, 10, shape)).float() for shape in ((9, 70), (131, 70)))
 sums = torch.full((2 * matmul.PANEL, matmul.PANEL), torch.nan)
 kinds = (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)
-for dtype, factors in kinds if LANES < 16 else ():  # elsewhere other tests are of the same code
+for dtype, factors in kinds if str(LARGE) != sys.argv[1] else ():  # elsewhere other tests are of the same code
     out = torch.full((9, 131), torch.nan, dtype=dtype)
     panels = torch.full((2, matmul.DEPTH, matmul.PANEL + TILE_ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
     room = {"matmul_panels": panels, "matmul_sums": sums, "matmul_packed": panels[0].clone()}
@@ -404,7 +405,8 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
         if name == "AVX2" and "avx512f" not in door.processor_features():
             pytest.skip("this one is such a processor")
         told = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features)}
-    done = subprocess.run([sys.executable, "-c", PRODUCT], cwd=REPO, env=os.environ | told, capture_output=True, text=True)
+    command = [sys.executable, "-c", PRODUCT, str(tiles.LARGE)]
+    done = subprocess.run(command, cwd=REPO, env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in expected
 
@@ -520,7 +522,10 @@ def test_a_product_may_begin_anywhere():
         assert torch.equal(out, inp @ weight.t()) and memory.isnan().sum() == 2 * start
 
 
-@pytest.mark.parametrize("tile", [tiles.Tile(TILE_ROWS, tiles.COLUMNS, 1), tiles.AMX], ids=["vectors", "amx"])
+LARGE = tiles.Tile(8, 48, 1)  # of Intel's processors, which this one may not be
+
+
+@pytest.mark.parametrize("tile", [tiles.SMALL, LARGE, tiles.AMX], ids=["small", "large", "amx"])
 @pytest.mark.parametrize("rooms", [1, 2, 6, 64])
 def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
     """All that is kept at once: a part of the left factor, a panel of the right one, and sums. Parts are as few as that allows."""
@@ -552,7 +557,10 @@ def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
         if tile is tiles.AMX:
             assert (s.depth - tile.depth) * -(-all_k // s.depth) < all_k and (s.near - tile.depth) * -(-s.depth // s.near) < s.depth
             assert s.near <= (matmul.AMX_NEAR if s.depth == all_k else matmul.AMX_NEAR_IN_PARTS)
-            assert s.columns <= matmul.AMX_PANEL and s.depth <= matmul.AMX_DEPTH
+            assert s.columns <= matmul.MOST_COLUMNS and s.depth <= matmul.AMX_DEPTH
+    if tile is LARGE:
+        s = matmul._sizes(3072, 3072, 768, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
+        assert s.depth == s.near == matmul.DEPTH and s.columns == (96 if rooms == 1 else 240 if rooms == 2 else 384)
     if tile is tiles.AMX:
         s = matmul._sizes(3072, 3072, 1536, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
         assert s.columns == (96 if rooms == 1 else 192 if rooms == 2 else 384)

@@ -335,6 +335,13 @@ def store(typing, array, index, x):
     return types.void(array, types.intp, types.float32), emit
 
 
+def emit_fetch(builder, place, writes=False):
+    """Have the line of cache at a place, a pointer to bytes, fetched."""
+    kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
+    instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
+    builder.call(instruction, [place, INT32(int(writes)), INT32(3), INT32(1)])  # for all caches, data
+
+
 def _prefetcher(writes):
     """A function of (array, at) that has the line of cache with array[at] fetched, to be read or to be written. It may lie outside."""
 
@@ -342,10 +349,7 @@ def _prefetcher(writes):
     def prefetch(typing, array, at):
         def emit(context, builder, signature, values):
             start = place_of(context, builder, array, values[0], values[1].type(0))
-            place = builder.bitcast(builder.gep(start, values[1:]), ir.IntType(8).as_pointer())
-            kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
-            instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
-            builder.call(instruction, [place, INT32(int(writes)), INT32(3), INT32(1)])  # for all caches, data
+            emit_fetch(builder, builder.bitcast(builder.gep(start, values[1:]), ir.IntType(8).as_pointer()), writes)
             return context.get_dummy_value()
 
         return types.void(array, types.intp), emit

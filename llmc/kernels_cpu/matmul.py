@@ -17,7 +17,7 @@ import torch
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import F1, LINE, array, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
-    AMX, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
+    AMX, SMALL, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
     values_of, write_row,
 )  # fmt: skip
 from llmc.memory.tuning import MATMUL_BLOCK as BLOCK
@@ -40,11 +40,12 @@ Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "dept
 # Most rows of a task whose sums are read and written again for every depth: so many sums still stay in the second cache. Where the left
 # factor is packed in parts of the depth there may be more.
 MOST_ROWS = 1024
-# Columns and depth of a panel with AMX, which multiplies so fast that factors and sums should be read seldom; fewer if there are so many
-# threads that the plan's room is less for each. Matmuls of a step of d12 with 1024 rows, in ms: 256 x 256 541, 384 x 256 493,
-# 384 x 512 457, 384 x 768 471. Later, without the head, with 1024 and 4096 rows: 384 x 512 275 and 1203, 384 x 704 276 and 1169, as
-# weight gradients of 4096 rows then take three depths instead of four.
-AMX_PANEL, AMX_DEPTH = 384, 704
+# Columns of a panel with AMX or large tiles, which multiply so fast that factors and sums should be read seldom, and its depth with AMX;
+# fewer if there are so many threads that the plan's room is less for each. Matmuls of a step of d12 with 1024 rows by AMX, in ms:
+# 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471. Later, without the head, with 1024 and 4096 rows: 384 x 512 275 and 1203,
+# 384 x 704 276 and 1169, as weight gradients of 4096 rows then take three depths instead of four. By large tiles 192 x 256 2663,
+# 384 x 256 2555, 768 x 256 2549.
+MOST_COLUMNS, AMX_DEPTH = 384, 704
 # How much of that depth is multiplied at a time, so that a tile's rows of the left factor stay in the first cache: with both factors packed
 # 4.2 TFLOP/s for 256, 3.5 for 384, 2.8 for 512. The smaller one is for products of several depths, whose rows lie farther apart.
 AMX_NEAR, AMX_NEAR_IN_PARTS = 384, 256
@@ -160,7 +161,7 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room):
 def square_multiplier():
     """A function of (out, a, b), square matrices whose factors are as they are, in room of its own: for measurements."""
     threads = door.threads()
-    panels, sums = torch.empty(threads, AMX_DEPTH, AMX_PANEL + AMX.rows), torch.empty(threads * MOST_ROWS, PANEL)
+    panels, sums = torch.empty(threads, AMX_DEPTH, MOST_COLUMNS + AMX.rows), torch.empty(threads * MOST_ROWS, PANEL)
 
     def multiply(out, a, b):
         packed = panels.view(a.dtype)
@@ -202,6 +203,8 @@ def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
     columns, depth, near = PANEL, DEPTH, DEPTH
     if tile is AMX:
         columns, depth, near = _amx_panel(N, all_k, workers, panel, sums // BLOCK)
+    elif tile is not SMALL:
+        columns = _columns(N, workers, tile, panel // depth, sums // BLOCK)
     all_blocks, n_panels = door.cdiv(M, BLOCK), door.cdiv(N, columns)
     shares, two_each = n_panels % workers == 0, door.cdiv(2 * workers, n_panels)
     blocks = even_part(all_blocks, packed // all_k // BLOCK) if where == BY_PARTS else all_blocks
@@ -220,14 +223,18 @@ def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
 
 def _amx_panel(N, all_k, workers, room, most):
     """Columns, depth and near of panels: that fit the room, of so many factors, and are at most so many columns."""
-    steps = min(AMX_DEPTH, max(DEPTH, room // (AMX_PANEL + AMX.rows))) // AMX.depth
+    steps = min(AMX_DEPTH, max(DEPTH, room // (MOST_COLUMNS + AMX.rows))) // AMX.depth
     depth = AMX.depth * even_part(all_k // AMX.depth, steps)
-    most = min(AMX_PANEL, most, room // depth - AMX.rows) // AMX.columns * AMX.columns
+    near = AMX_NEAR if depth == all_k else AMX_NEAR_IN_PARTS
+    return _columns(N, workers, AMX, room // depth, most), depth, AMX.depth * even_part(depth // AMX.depth, near // AMX.depth)
+
+
+def _columns(N, workers, tile, room, most):
+    """Columns of panels: beside a tile's rows they fit room for so many, and are at most so many."""
+    most = min(MOST_COLUMNS, most, room - tile.rows) // tile.columns * tile.columns
 
     def time(columns):
         """Until the last worker has multiplied its panels, and for each read the left factor once."""
-        return door.cdiv(door.cdiv(N, columns), workers) * (columns + AMX.columns // 2)
+        return door.cdiv(door.cdiv(N, columns), workers) * (columns + tile.columns // 2)
 
-    columns = min(range(most, max(AMX.columns, most // 2) - 1, -AMX.columns), key=time)
-    near = AMX_NEAR if depth == all_k else AMX_NEAR_IN_PARTS
-    return columns, depth, AMX.depth * even_part(depth // AMX.depth, near // AMX.depth)
+    return min(range(most, max(tile.columns, most // 2) - 1, -tile.columns), key=time)

@@ -12,16 +12,13 @@ import platform
 from collections import namedtuple
 
 from llmc.kernels_cpu.door import (
-    AMX_FEATURES, F0, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, for_range, get_or_insert_function, global_constant, intrinsic, ir, load,
-    nearest, place_of, processor_features, shared, store, types,
+    AMX_FEATURES, F0, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, emit_fetch, for_range, get_or_insert_function, global_constant,
+    intrinsic, ir, load, nearest, place_of, processor_features, shared, store, types,
 )  # fmt: skip
-from llmc.memory.tuning import TILE_ROWS as ROWS
+from llmc.memory.tuning import TILE_ROWS
 
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
-# of 4 rows 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in one
-VECTORS = 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
-COLUMNS = VECTORS * LANES
 PACKED_ROWS = 16  # of a block of columns before the next one's: blocks may lie so far apart that the caches have the same places for all
 # by AVX-512's instruction, which earlier LLVMs have for other types; else as two products of widened numbers. Whether it pays: backend.py
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)
@@ -48,11 +45,24 @@ AMX_ROWS = 16
 AMX = Tile(2 * AMX_ROWS, 2 * AMX_ROWS, AMX_ROWS)
 MULTIPLIES_TILES = AMX_FEATURES <= PROCESSOR
 BYTE, INT64 = ir.IntType(8), ir.IntType(64)
+# by vectors 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in
+# one. It divides attention's blocks, which stay in the first cache
+SMALL = Tile(TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2) * LANES, 1)
+# Of a matmul the right factor comes from the second cache anew for each tile, slower than Intel's cores multiply: in fp32 two of them, of
+# Granite Rapids, came to 0.26 TFLOP/s with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and with factors fetched some rows ahead
+# to 0.29, 0.34 and 0.35. (AMD's with 4 x 64 to nine tenths and more of what a large matmul does; the others were not measured there.)
+LARGE = Tile(8, 3 * LANES, 1) if LANES == 16 and "avx512fp16" in PROCESSOR else SMALL
+AHEAD = 8  # rows of the right factor
 
 
 def tile_of(pairs) -> Tile:
-    """By which factors are multiplied, that are pairs of bf16 or not."""
-    return AMX if pairs and MULTIPLIES_TILES else Tile(ROWS, COLUMNS, 1)
+    """By which a matmul's factors are multiplied, that are pairs of bf16 or not."""
+    return AMX if pairs and MULTIPLIES_TILES else LARGE
+
+
+def block_tile_of(pairs) -> Tile:
+    """The same of attention's blocks."""
+    return AMX if pairs and MULTIPLIES_TILES else SMALL
 
 
 def _known(number):
@@ -69,6 +79,7 @@ def _known(number):
 values_of = _known(lambda pairs: 2 if pairs else 1)  # how many numbers a factor is
 by_amx = _known(lambda pairs: tile_of(pairs) is AMX)
 tile_rows, tile_columns, tile_depth = (_known(lambda pairs, name=name: getattr(tile_of(pairs), name)) for name in Tile._fields)
+block_tile_rows, block_tile_columns = (_known(lambda pairs, name=name: getattr(block_tile_of(pairs), name)) for name in Tile._fields[:2])
 
 
 def _add_product(builder, total, a, b, pairs):
@@ -102,21 +113,29 @@ def _everywhere(builder, x, kind):
     return builder.shuffle_vector(alone, kind(ir.Undefined), INTS([0] * LANES))
 
 
-@intrinsic
-def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, b, b_at, b_row, depth, adds):
-    """c[c_at + i c_row + j] = (adds: itself +) the sum over k < depth of a[a_at + i a_row + k] * b[b_at + k b_row + j]: one tile of a
-    product, which stays in registers. c is fp32, a and b factors of one kind; a whole tile, its depth a multiple of the tile's."""
+def _multiplier(tile_of):
+    """A function that multiplies one tile, of those."""
 
-    def emit(context, builder, signature, values):
-        c_data, c_at, c_row, a_data, a_at, a_row, b_data, b_at, b_row, depth, adds = values
-        places = (place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at)))
-        pairs = a.dtype == types.uint32
-        write = _multiply_by_amx if tile_of(pairs) is AMX else _multiply_by_vectors
-        write(builder, *zip(places, (c_row, a_row, b_row)), depth, builder.icmp_signed("!=", adds, adds.type(0)), pairs)
-        return context.get_dummy_value()
+    @intrinsic
+    def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, b, b_at, b_row, depth, adds):
+        def emit(context, builder, signature, values):
+            c_data, c_at, c_row, a_data, a_at, a_row, b_data, b_at, b_row, depth, adds = values
+            places = (place_of(context, builder, *which) for which in ((c, c_data, c_at), (a, a_data, a_at), (b, b_data, b_at)))
+            pairs = a.dtype == types.uint32
+            tile = tile_of(pairs)
+            write = _multiply_by_amx if tile is AMX else _multiply_by_vectors
+            write(builder, tile, *zip(places, (c_row, a_row, b_row)), depth, builder.icmp_signed("!=", adds, adds.type(0)), pairs)
+            return context.get_dummy_value()
 
-    at = types.intp
-    return types.void(c, at, at, a, at, at, b, at, at, at, at), emit
+        at = types.intp
+        return types.void(c, at, at, a, at, at, b, at, at, at, at), emit
+
+    return multiply_tile
+
+
+# c[c_at + i c_row + j] = (adds: itself +) the sum over k < depth of a[a_at + i a_row + k] * b[b_at + k b_row + j]: one tile of a product,
+# which stays in registers. c is fp32, a and b factors of one kind; a whole tile, its depth a multiple of the tile's
+multiply_tile, _multiply_block_tile = _multiplier(tile_of), _multiplier(block_tile_of)
 
 
 def _at(builder, place, row, i, j, kind):
@@ -125,26 +144,27 @@ def _at(builder, place, row, i, j, kind):
     return builder.bitcast(builder.gep(place, [builder.add(builder.mul(row, index(i)), index(j))]), kind.as_pointer())
 
 
-def _multiply_by_vectors(builder, c, a, b, depth, adds, pairs):
+def _multiply_by_vectors(builder, tile, c, a, b, depth, adds, pairs):
     """Each of c, a and b a place and what it is to the next row."""
-    kind = INTS if pairs else FLOATS
-    tile = [(i, j) for i in range(ROWS) for j in range(VECTORS)]
-    totals = {at: alloca_once(builder, FLOATS) for at in tile}
-    for at in tile:
-        builder.store(FLOATS([0.0] * LANES), totals[at])
+    kind, columns = INTS if pairs else FLOATS, range(0, tile.columns, LANES)
+    totals = {(i, j): alloca_once(builder, FLOATS) for i in range(tile.rows) for j in columns}
+    for total in totals.values():
+        builder.store(FLOATS([0.0] * LANES), total)
     with for_range(builder, depth) as loop:
         b_place, a_place = builder.gep(b[0], [builder.mul(loop.index, b[1])]), builder.gep(a[0], [loop.index])
-        bs = [builder.load(_at(builder, b_place, b[1], 0, j * LANES, kind), align=4) for j in range(VECTORS)]
-        for i in range(ROWS):
+        bs = {j: builder.load(_at(builder, b_place, b[1], 0, j, kind), align=4) for j in columns}
+        for j in columns if tile is not SMALL else ():
+            emit_fetch(builder, _at(builder, b_place, b[1], AHEAD, j, BYTE))
+        for i in range(tile.rows):
             x = _everywhere(builder, builder.load(builder.gep(a_place, [builder.mul(a[1], a[1].type(i))])), kind)
-            for j in range(VECTORS):
+            for j in columns:
                 builder.store(_add_product(builder, builder.load(totals[i, j]), x, bs[j], pairs), totals[i, j])
-    places = {(i, j): _at(builder, *c, i, j * LANES, FLOATS) for i, j in tile}
+    places = {(i, j): _at(builder, *c, i, j, FLOATS) for i, j in totals}
     with builder.if_then(adds):
-        for at in tile:
-            builder.store(builder.fadd(builder.load(places[at], align=4), builder.load(totals[at])), totals[at])
-    for at in tile:
-        builder.store(builder.load(totals[at]), places[at], align=4)
+        for at, total in totals.items():
+            builder.store(builder.fadd(builder.load(places[at], align=4), builder.load(total)), total)
+    for at, total in totals.items():
+        builder.store(builder.load(total), places[at], align=4)
 
 
 def _x86(builder, name, *operands):
@@ -153,7 +173,7 @@ def _x86(builder, name, *operands):
     builder.call(get_or_insert_function(builder.module, function, f"llvm.x86.{name}"), operands)
 
 
-def _multiply_by_amx(builder, c, a, b, depth, adds, pairs):
+def _multiply_by_amx(builder, tile, c, a, b, depth, adds, pairs):
     """As by vectors. Sums are in registers 0 to 3, the left matrix in 4 and 5, the right one in 6 and 7."""
 
     def move(instruction, register, matrix, i, j):
@@ -383,10 +403,10 @@ def join_factors(typing, factors, index, array, first, second):
 
 @shared
 def multiply(c, c_at, c_row, a, a_at, a_row, b, b_row, rows, columns, depth, adds):
-    """multiply_tile of all tiles of c (rows, columns), which are whole ones."""
-    for i in range(0, rows, tile_rows(a)):
-        for j in range(0, columns, tile_columns(a)):
-            multiply_tile(c, c_at + i * c_row + j, c_row, a, a_at + i * a_row, a_row, b, j, b_row, depth, adds)
+    """As multiply_tile, all tiles of c (rows, columns), of a block, which are whole ones."""
+    for i in range(0, rows, block_tile_rows(a)):
+        for j in range(0, columns, block_tile_columns(a)):
+            _multiply_block_tile(c, c_at + i * c_row + j, c_row, a, a_at + i * a_row, a_row, b, j, b_row, depth, adds)
 
 
 @shared
