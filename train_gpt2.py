@@ -290,7 +290,7 @@ def refuse_too_large(run):
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(
             f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
-            plan.options, budget.bytes, run.grad_accum_steps, batch_is_fixed=run.resume_step is not None,
+            plan.options, budget.bytes, run.grad_accum_steps,
         )  # fmt: skip
     if plan.host_bytes > (host := run.host_bytes):
         o = plan.options
@@ -338,7 +338,6 @@ def memory_explained(run):
             f"{run.backend.name} ran out of memory within a plan of {plan.total_bytes // MIB} MiB; "
             "something else takes memory there, so these are ways to need less",
             plan.options, min(run.budget.bytes, int(plan.total_bytes * LESS_AFTER_FAILURE)), run.grad_accum_steps,
-            batch_is_fixed=run.resume_step is not None,
         ) from error  # fmt: skip
 
 

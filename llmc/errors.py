@@ -39,14 +39,12 @@ class NotEnoughMemory(Exception):
     """What was asked for does not fit, or did not after all. Exits with MEMORY_CODE, so that a restart loop can stop on it.
 
     The sentence is as in UserError. Below it the program prints the plan of `options` (llmc.memory.options.PlanOptions) and
-    the cheapest ways to fit it in `budget_bytes`, at the same number of sequences per step; with `batch_is_fixed`, as when
-    resuming, at the same -b too.
+    the cheapest ways to fit it in `budget_bytes`, at the same number of sequences per step.
     """
 
-    def __init__(self, sentence: str, options, budget_bytes: int, grad_accum_steps: int = 1, batch_is_fixed: bool = False):
+    def __init__(self, sentence: str, options, budget_bytes: int, grad_accum_steps: int = 1):
         super().__init__(sentence)
-        self.options, self.budget_bytes = options, budget_bytes
-        self.grad_accum_steps, self.batch_is_fixed = grad_accum_steps, batch_is_fixed
+        self.options, self.budget_bytes, self.grad_accum_steps = options, budget_bytes, grad_accum_steps
 
 
 class RankLost(Exception):

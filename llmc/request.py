@@ -374,8 +374,7 @@ def settle(
     if budget is None:
         raise UserError("auto chooses what fits, and --plan asks no GPU how much it has; say --memory-budget, such as h100-80 or 24GiB")
     if s.recompute == "auto":
-        resumes = source.resume_step is not None
-        level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world), batch_is_fixed=resumes)
+        level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world))
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else check_batch(replace(s, batch_size=1), world)
     most = None if shortest_shard is None else shortest_shard() // (s.sequence_length * data_ranks(s, world))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -542,15 +543,29 @@ def test_auto_on_a_run_where_nothing_fits_is_exit_3_before_anything_is_built(cas
         assert "memory plan in MiB: " in result.err and "no flag makes it fit" in result.err
 
 
-@pytest.mark.parametrize("batch", ["-b 8", "-b auto"])
-def test_ways_out_of_a_resumed_run_can_be_taken(case, tmp_path, batch):
-    """A checkpoint's place in the data is counted in its batches, so a way that changes -b would be refused."""
-    ran(*inputs(case), f"-b 8 -x 1 -n 1 {SIZES} {QUIET} -o", tmp_path)
-    command = [*inputs(case), f"{batch} -x 2 -y 1 {SIZES} {QUIET} {kib(total(TINY, B=8, recompute=2))} -o", tmp_path]
+LEVEL_HELPS, ONLY_A_BATCH_HELPS = dict(B=8, recompute=2), dict(B=4, recompute=6)
+
+
+@pytest.mark.parametrize(
+    "asked, fits, expected",
+    [
+        ("-b 8", LEVEL_HELPS, "-r 2"),
+        ("-b auto", LEVEL_HELPS, "-r 2"),
+        ("-b 8", ONLY_A_BATCH_HELPS, "-b 2 -d 256 -r 2"),
+        ("-b auto", ONLY_A_BATCH_HELPS, "-b 2 -d 256 -r 2"),
+        ("-b 8 -r auto", ONLY_A_BATCH_HELPS, "-b 4 -d 256"),
+    ],
+)
+def test_ways_out_of_a_resumed_run_can_be_taken(case, tmp_path, asked, fits, expected):
+    """A smaller batch is one of them where no level is enough, although a checkpoint's place in the data is counted in its own."""
+    ran(*inputs(case), f"-b 8 -x 1 -n 1 {SIZES} {QUIET} -o", first := tmp_path / "first")
+    command = [*inputs(case), f"{asked} -x 2 -y 1 {SIZES} {QUIET} {kib(total(TINY, **fits))} -o", first]
     result = run(*command)
-    assert result.code == 3 and flags_listed(result.err)
-    for flags in flags_listed(result.err):
-        taken = run(*command, flags)
+    ways = flags_listed(result.err)
+    assert result.code == 3 and any(flags.startswith(expected) for flags in ways), ways
+    for flags in ways:
+        shutil.copytree(first, folder := tmp_path / flags)
+        taken = run(*command[:-1], folder, flags)
         assert taken.code == 0 and len(losses(taken.out)) == 1, f"{flags}: {taken.err}"
 
 

@@ -27,7 +27,7 @@ def levels_of(options: PlanOptions) -> tuple[int, ...]:
     return tuple(level for level in NOT_KEPT if can_offload(level) or not options.offload_residual)
 
 
-def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1, batch_is_fixed=False) -> tuple[int, str]:
+def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1) -> tuple[int, str]:
     """The lowest level that fits, and the reason in words. Raises NotEnoughMemory where none does."""
     below = None
     for level in levels_of(options):
@@ -39,7 +39,7 @@ def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1
     raise NotEnoughMemory(
         f"no recompute level fits -b {options.B} -t {options.T} in {budget_bytes // MIB} MiB: "
         f"-r {level} still needs {in_mib(plan.total_bytes)} MiB",
-        replace(options, recompute=level), budget_bytes, grad_accum_steps, batch_is_fixed,
+        replace(options, recompute=level), budget_bytes, grad_accum_steps,
     )  # fmt: skip
 
 
@@ -139,13 +139,13 @@ class Way:
     cost: float
 
 
-def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *, batch_is_fixed=False, count=3) -> list[Way]:
+def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *, count=3) -> list[Way]:
     """Up to `count` ways to fit what does not, cheapest first.
 
     A way that is a cheaper one with more flags is listed only if there are too few others, and only if it saves more memory.
     """
     halves = [options.B]
-    while halves[-1] > 1 and not batch_is_fixed:
+    while halves[-1] > 1:
         halves.append(largest_divisor(total_sequences, halves[-1] // 2))
     bf16_weights = options.precision == "bf16"
     masters = ["fp32", "bits16"] if bf16_weights and options.keeps_master else [options.master]

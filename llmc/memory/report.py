@@ -245,7 +245,7 @@ def tensors_table(plan: Plan) -> str:
 def not_enough_memory(error: NotEnoughMemory) -> str:
     """What to say below the sentence when a plan does not fit, or did not after all: the table, and the cheapest ways out."""
     options, budget_bytes = error.options, error.budget_bytes
-    ways = ways_to_fit(options, budget_bytes, options.B * error.grad_accum_steps, batch_is_fixed=error.batch_is_fixed)
+    ways = ways_to_fit(options, budget_bytes, options.B * error.grad_accum_steps)
     text = plan_table(options, error.grad_accum_steps, Budget(budget_bytes, "what there is"))
     if not ways:
         return f"{text}\n\nno flag makes it fit {budget_bytes // MIB} MiB: use a smaller model (-e) or shorter sequences (-t)"
