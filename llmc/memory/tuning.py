@@ -8,7 +8,7 @@ ALIGNMENT = 256  # bytes; what cudaMalloc gives, and four cache lines
 ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; pieces of the update are whole blocks
 # sums over rows, and of the global norm, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
-# of products of numba's kernels: rows of a tile, which has 64 columns at most, or of AMX's how many numbers it adds up at once
+# of products of numba's kernels: rows of a small tile, which has 64 columns at most, and how many factors AMX's adds up at once
 TILE_ROWS, TILE_DEPTH = 4, 32
 ATTENTION_ROWS = 64  # queries, or keys, of a program of Triton's attention
 ATTENTION_BLOCK = 64  # queries at once of numba's attention, and what keys and channels of a head are rounded up to: whole tiles
