@@ -48,9 +48,9 @@ BYTE, INT64 = ir.IntType(8), ir.IntType(64)
 # by vectors 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in
 # one. It divides attention's blocks, which stay in the first cache
 SMALL = Tile(TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2) * LANES, 1)
-# Of a matmul the right factor comes from the second cache anew for each tile, slower than Intel's cores multiply: in fp32 two of them, of
-# Granite Rapids, came to 0.26 TFLOP/s with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and with factors fetched some rows ahead
-# to 0.29, 0.34 and 0.35. (AMD's with 4 x 64 to nine tenths and more of what a large matmul does; the others were not measured there.)
+# In a matmul the right factor comes from the second cache anew for each tile, and Intel's cores multiply faster than it comes: two of them,
+# of Granite Rapids, reached 0.26 TFLOP/s in fp32 with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and where factors are fetched
+# some rows ahead 0.29, 0.34 and 0.35. Large tiles were not measured on AMD's, whose steps with 4 x 64 run at nine tenths of the peak.
 LARGE = Tile(8, 3 * LANES, 1) if LANES == 16 and "avx512fp16" in PROCESSOR else SMALL
 AHEAD = 8  # rows of the right factor
 
