@@ -125,6 +125,7 @@ SECTIONS = (
     Section("fp8_curve", "What FP8 costs in loss", gpu_fp8.fp8_curve, 60),
     Section("algorithms", "Matrix products by other algorithms", gpu_algorithms.algorithms, 10),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
+    Section("tune_attention", "Attention's tile sizes, registers and stages", gpu_kernels.tune_attention, 20),
     Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
     Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 60),
     Section("goals", "Goals", gpu_goals.goals, 0, on_device=False),

@@ -371,8 +371,10 @@ def gelu_fusion(run, record):
 
 
 # ----------------------------------------------------------------------------
-# tuning: one module constant after the other, the best so far kept. door.launch is where warps are decided
+# tuning: one module constant after the other, the best so far kept. door.launch is where options of a launch are given, which are here
+# constants of "door", of every kernel, or of the one that is named
 
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
 WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
 # operation -> (module of llmc.kernels, constant, values to try)
@@ -388,32 +390,46 @@ SWEEPS = {
     "gelu_backward_inplace": (("gelu", "TILE_ROWS", TILE_ROWS), ("gelu", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "pack_gradients": (("attention", "TILE_ROWS", TILE_ROWS), ("attention", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "matmul_dbias": (("columns", "TILE_ROWS", TILE_ROWS), ("columns", "TILE_COLUMNS", TILE_COLUMNS)),
-    "fused_classifier_inplace": (("fused_classifier", "COLUMNS", (2048, 4096, 8192, 16384)),),
+    "fused_classifier_inplace": (
+        ("fused_classifier", "COLUMNS", (2048, 4096, 8192, 16384)), ("fused_classifier", "AHEAD", (0, 16 << 10, 32 << 10, 48 << 10)),
+    ),
     "global_norm": (("global_norm", "ELEMENTS", (1024, 2048, 4096, 8192)),),
     "adamw_update": (("adamw", "ELEMENTS", (512, 1024, 2048, 4096)),),
     "fp8_operand": (("fp8", "ELEMENTS", (2048, 4096, 8192)), ("fp8", "ROWS", (64, 128, 256)), ("fp8", "COLUMNS", (64, 128, 256))),
 }  # fmt: skip
 
 
-# of Triton's attention: (constant, values to try); the second of two is for heads of more than 64 channels, which no shape here has.
-# Compiled, 128 queries spill
+# of Triton's attention, what is changed together: {(module or kernel, constant): value}, what is most likely to gain first. The second of
+# two values is for heads of more than 64 channels, which no shape here has. Compiled for sm90, the kernel of keys takes 167 registers, so
+# that a multiprocessor has room for three of its programs: with 128, for which it spills one number in its loop, for four. The other two
+# have four; with 96 registers, for which they spill nothing, and forward with less shared memory, five
+KEYS, QUERIES, FORWARD = "_attention_backward_keys", "_attention_backward_queries", "_attention_forward"
+MORE_KEYS, MORE_QUERIES = {(KEYS, "maxnreg"): 128}, {(QUERIES, "maxnreg"): 96}
+MORE_FORWARD = {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
 ATTENTION_SWEEP = (
-    ("FORWARD_KEYS", [(rows, 32) for rows in (32, 64, 128)]),
-    ("BACKWARD_KEYS", [(rows, 32) for rows in (32, 64, 128)]), ("BACKWARD_QUERIES", [(rows, 16) for rows in (16, 32, 64)]),
-    ("WARPS", [(warps, 8) for warps in (4, 8)]),
+    MORE_KEYS | MORE_QUERIES | MORE_FORWARD, MORE_KEYS, MORE_QUERIES, MORE_FORWARD,
+    *({(kernel, "num_stages"): stages} for kernel in (KEYS, QUERIES, FORWARD) for stages in (2, 4)),
+    *({("attention", "FORWARD_KEYS"): (rows, 32)} for rows in (32, 128)),
+    *({("attention", "BACKWARD_KEYS"): (rows, 32)} for rows in (64, 128)),
+    *({("attention", "BACKWARD_QUERIES"): (rows, 16)} for rows in (16, 64)), {("attention", "WARPS"): (8, 8)},
 )  # fmt: skip
 
 
 def tune_attention(run, record):
-    """Forward and backward, one constant changed alone; rows are the plan's."""
-    room, changes = Room(run, "triton"), [("as it is", None), *((name, value) for name, values in ATTENTION_SWEEP for value in values)]
-    cases = [(shape, *change) for shape in run.sizes.attention for change in changes]
-    for shape, name, value in while_time(run, record, cases, 10, name=lambda case: f"attention, {case}"):
-        what = f"B={shape[0]} NH={shape[1]}, {name} {value or ''}".rstrip()
-        with attempt(record, f"attention, {what}"), constants(room, {("attention", name): value} if value else {}):
+    """Forward and backward as they are, and with each of the changes alone; rows are the plan's."""
+    if not run.args.tune:
+        raise Skip("only with --tune")
+    if run.no_triton or not run.cuda:
+        raise Skip(run.no_triton or "these kernels are a GPU's, and there is no CUDA device")
+    room = Room(run, "triton")
+    cases = [(shape, change) for shape in run.sizes.attention for change in ({}, *ATTENTION_SWEEP)]
+    for shape, change in while_time(run, record, cases, 10, name=str):
+        what = ", ".join(f"{owner} {name} {value}" for (owner, name), value in change.items()) or "nothing"
+        with attempt(record, what), constants(room, change):
             sets = [Attention(run, shape, "triton") for _ in range(2)]
             (forward, _), (backward, _) = (measure(run, *(getattr(one, way) for one in sets)) for way in ("forward", "backward"))
-            table(record, "attention").append({"attention": what, "forward ms": forward, "backward ms": backward})
+            row = {"B": shape[0], "NH": shape[1], "changed": what, "forward ms": forward, "backward ms": backward}
+            table(record, "").append(row)
 
 
 def tune(run, record):
@@ -443,13 +459,20 @@ def tune(run, record):
                     best, now[module, name] = times[value], value
             found = ", ".join(f"{name} {value}" for (_, name), value in now.items()) or "as it is"
             table(record, "").append({"kernel": kernel.name, "ms as it is": default, "best ms": best, "best": found})
-    if run.cuda:
-        tune_attention(run, record)
+
+
+def with_option(launch, owner, name, value):
+    """door.launch with that option, for the kernel of that name or, of "door", for all."""
+
+    def launch_with_it(kernel, *args, **rest):
+        launch(kernel, *args, **(rest | ({name: value} if owner in ("door", kernel.fn.__name__) else {})))
+
+    return launch_with_it
 
 
 @contextmanager
 def constants(room, wanted: dict):
-    """{(module of llmc.kernels, constant): value} for a while; num_warps and the number of column partials too."""
+    """{(module of llmc.kernels, constant): value} for a while; options of launches and the number of column partials too."""
     from llmc.kernels import door
 
     launch, partials, saved = door.launch, room.scratch["column_partials"], []
@@ -457,8 +480,8 @@ def constants(room, wanted: dict):
         for (module, name), value in wanted.items():
             if name == "column partials":
                 room.scratch["column_partials"] = torch.zeros(value, partials.shape[1], device=partials.device)
-            elif name == "num_warps":
-                door.launch = lambda *args, value=value, **rest: launch(*args, **(rest | {"num_warps": value}))
+            elif name in LAUNCH_OPTIONS:
+                door.launch = with_option(door.launch, module, name, value)
             else:
                 owner = import_module(f"llmc.kernels.{module}")
                 saved.append((owner, name, getattr(owner, name)))

@@ -27,7 +27,7 @@ from llmc.layers.matmul import matmul_dweight
 from scripts import gpu_algorithms, gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
-from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
+from scripts.gpu_kernels import CALLS, FORWARD, KERNELS, KEYS, QUERIES, STAGED, Room, evaluate, letters
 from scripts.gpu_report import DRY_NOTICE
 from scripts.gpu_steps import EAGER, our_kernels, our_step, pytest_outputs, report_tests
 
@@ -59,7 +59,8 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert section["status"] in ("ran", "skipped"), (name, section["errors"])
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
-    assert skipped - {"kernels"} == {"llmc", "attention_steps", "attention", "gelu_fusion", "fp8", "fp8_curve", "algorithms", "tune"}
+    a_gpu_s = {"attention_steps", "attention", "gelu_fusion", "fp8", "fp8_curve", "algorithms", "tune_attention"}
+    assert skipped - {"kernels"} == {"llmc", "tune", *a_gpu_s}
 
 
 def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):
@@ -362,6 +363,26 @@ def test_of_an_operation_in_halves_only_the_launch_is_timed(run, name, monkeypat
     staged = next(copied)
     call()
     assert staged > 0 and next(copied) == staged + 1 and launched
+
+
+def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
+    pytest.importorskip("triton")
+    from llmc.kernels import attention, door
+
+    launched, constants = [], (attention.FORWARD_KEYS, attention.WARPS)
+    monkeypatch.setattr(door, "launch", lambda kernel, *args, **options: launched.append((kernel.fn.__name__, options)))
+    monkeypatch.setattr(gpu_kernels, "measure", lambda run, *calls: ([call() for call in calls], 0.0))
+    run.cuda, run.no_triton, run.args.tune, record = True, "", True, new_record("")
+    gpu_kernels.tune_attention(run, record)
+    assert not record["errors"] and not record["not_run"]
+    changed = [row["changed"] for row in record["tables"][""]]
+    assert changed[:3:2] == ["nothing", f"{KEYS} maxnreg 128"] and len(changed) == 1 + len(gpu_kernels.ATTENTION_SWEEP) == len(set(changed))
+    each = len(launched) // len(changed)
+    limited = [[(name, options["maxnreg"]) for name, options in launched[each * i :][:each] if "maxnreg" in options] for i in range(3)]
+    assert limited == [[], [(FORWARD, 96)] * 2 + [(QUERIES, 96), (KEYS, 128)] * 2, [(KEYS, 128)] * 2]
+    tiles = {(name, options.get("KEYS", options.get("QUERIES")), options["num_warps"]) for name, options in launched}
+    assert {(FORWARD, 128, 4), (QUERIES, 64, 4), (KEYS, 16, 4), (KEYS, 32, 8)} <= tiles
+    assert (attention.FORWARD_KEYS, attention.WARPS) == constants and "maxnreg" not in launched[-1][1]
 
 
 def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_compared(run, monkeypatch):

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from math import inf, nan
+from math import inf, nan, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -417,7 +417,11 @@ def test_layernorm_backward(kernels, B, T, C, dtype, P, accumulate):
     kept = [t.clone() for t in (dout, inp, weight, mean, rstd)]
     kernels.layernorm_backward(*ours, dout, inp, weight, mean, rstd, partials(P, 4 * C), accumulate=accumulate)
     function, both = norm_of_projection(dresidual)
-    judge(["dresidual", *summed], ours, function, [inp, weight, bias, torch.zeros(C, dtype=dtype)], both(dout), dtype, before, floor=2)
+    # the interpreter adds up rows one after the other, torch in pairs: of 60 draws of (6, 100, 11) nine were beyond twice torch's error and
+    # two roundings, and ten where products are rounded before they are added
+    floor = dict.fromkeys(summed, max(2, sqrt(B * T) / 4)) | {"dresidual": 2}
+    leaves = [inp, weight, bias, torch.zeros(C, dtype=dtype)]
+    judge(["dresidual", *summed], ours, function, leaves, both(dout), dtype, before, floor=floor)
     assert all(same_bits(a, b) for a, b in zip(kept, (dout, inp, weight, mean, rstd)))
 
 

@@ -61,7 +61,8 @@ for (module, name, types, *_), launch in recorded_launches(int(sys.argv[1])).ite
 """
 MODULES = {"adamw", "attention", "columns", "encoder", "fp8", "fused_classifier", "gelu", "global_norm", "layernorm"}
 # which say so; the logarithm of the classifier brings some of another kind, with .ftz
-WITH_FMA = {"adamw", "gelu_forward", "gelu_backward", "attention_forward", "attention_backward_queries", "attention_backward_keys"}
+ATTENTION = {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
+WITH_FMA = {"adamw", "gelu_forward", "gelu_backward", "layernorm_backward", *ATTENTION}
 TO_THE_BIT = {"adamw", "attention", "encoder", "fp8", "gelu"}  # all that elementwise kernels compute, but for GELU's reciprocal in bf16
 
 

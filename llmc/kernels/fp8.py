@@ -42,14 +42,14 @@ def _fp8_cast(
     rows, columns, scale, partials, x, n_rows, C,
     PARTIALS: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
+    at = row[:, None] * C + column[None, :]
+    found = tl.load(x + at, mask=mask, other=0.0)  # first, as all threads then wait for the largest element
     top = tl.maximum(tl.max(tl.load(partials + tl.arange(0, PARTIALS)), 0), SMALLEST_TOP)
     factor = tl.div_rn(constant(top, LARGEST), top)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scale, tl.div_rn(top, constant(top, LARGEST)))
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
-    at = row[:, None] * C + column[None, :]
-    found = tl.load(x + at, mask=mask, other=0.0)
     if BY_ROWS:
         tl.store(rows + at, _in_e4m3(widen(found) * factor), mask=mask)
     if BY_COLUMNS:  # transposed as it is: Hopper has an instruction for that, of 16 bits

@@ -2,19 +2,29 @@
 
 A program holds one row's running maximum and sum (online softmax: Milakov and Gimelshein 2018), then goes over the row once
 more, mostly out of cache, and writes its gradient. Most of a row needs no mask; its tail is read up to Vp and what is beyond
-V put aside afterwards, as a mask that ends at V, an odd number, would make every load two bytes wide.
+V put aside afterwards, as a mask that ends at V, an odd number, would make every load two bytes wide. Between two blocks all
+threads wait for one maximum and one sum, so the blocks after it, which no load would overtake these for, are fetched ahead.
 """
 
 from llmc.kernels import door
 from llmc.kernels.door import exp, jit, load, narrow, next_power_of_2, store, tl, widen
 
-COLUMNS = 16384
+COLUMNS, WARPS = 8192, 8
+AHEAD = 48 << 10  # bytes of a row under way at a time, in any card's shared memory
+
+
+@jit
+def _add(largest, total, x):
+    """The running maximum, and the sum of powers of what lies below it, with those of x."""
+    new = tl.maximum(largest, tl.max(x, 0))
+    return new, total * exp(largest - new) + tl.sum(exp(x - new), 0)
 
 
 @jit
 def _classify(
     logits, losses, targets, dloss,
     V: tl.constexpr, Vp: tl.constexpr, WHOLE: tl.constexpr, GRADIENT: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # rows * Vp passes 2^31
     logits += row * Vp
@@ -22,17 +32,14 @@ def _classify(
     target_logit = widen(tl.load(logits + target))
     tail = WHOLE + tl.arange(0, TAIL)
     last = tl.where(tail < V, load(logits + tail, tail < Vp), -float("inf"))
-    largest = tl.maximum(tl.max(last, 0), -3e38)  # where all of the tail is -inf, the difference would be NaN
-    total = tl.sum(exp(last - largest), 0)
-    for at in range(0, WHOLE, COLUMNS):
-        x = widen(tl.load(logits + at + tl.arange(0, COLUMNS)))
-        new = tl.maximum(largest, tl.max(x, 0))
-        total = total * exp(largest - new) + tl.sum(exp(x - new), 0)
-        largest = new
+    largest, total = -1e38, 0.0  # not -inf: where all of a block is that, the difference would be NaN
+    for at in tl.range(0, WHOLE, COLUMNS, num_stages=STAGES):
+        largest, total = _add(largest, total, widen(tl.load(logits + at + tl.arange(0, COLUMNS))))
+    largest, total = _add(largest, total, last)
     tl.store(losses + row, tl.load(losses + row) + (tl.log(total) - (target_logit - largest)))
     if GRADIENT:
         scale = dloss / total
-        for at in range(0, WHOLE, COLUMNS):
+        for at in tl.range(0, WHOLE, COLUMNS, num_stages=STAGES):
             column = at + tl.arange(0, COLUMNS)
             x = widen(tl.load(logits + column))
             tl.store(logits + column, narrow(exp(x - largest) * scale, logits.dtype.element_ty))
@@ -47,5 +54,5 @@ def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows
     door.launch(
         _classify, (n,), logits, losses, targets, 0.0 if dloss is None else dloss,
         V=V, Vp=Vp, WHOLE=whole, GRADIENT=dloss is not None, COLUMNS=COLUMNS, TAIL=next_power_of_2(Vp - whole),
-        num_warps=16 if whole else 4,
+        STAGES=1 + AHEAD // (COLUMNS * logits.itemsize), num_warps=WARPS,
     )  # fmt: skip

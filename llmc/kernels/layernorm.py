@@ -1,12 +1,14 @@
 """LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
 
 A program holds whole rows. Backward is a fixed number of programs, each over a range of rows of its own, whose sums for the
-weight, the bias and the projection's bias are partials that a second kernel adds in order.
+weight, the bias and the projection's bias are partials that a second kernel adds in order. With two programs to a multiprocessor
+it waits for instructions rather than for memory, so there products are added as they are, both sums over a row are one, and
+nothing is masked that zeros take care of: for sm90 441 instructions for two rows of 768 instead of 581.
 """
 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
-from llmc.kernels.door import cdiv, constant, jit, load, narrow, range_of_program, rows_at_once, stages_of, store, tile, tl, widen
+from llmc.kernels.door import cdiv, constant, fma, jit, load, narrow, range_of_program, rows_at_once, stages_of, store, tile, tl, widen
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
 
@@ -52,14 +54,14 @@ def _layernorm_normalize(out, mean, rstd, inp, weight, bias, n_rows, C, ROWS: tl
 
 @jit
 def _layernorm_backward(
-    dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride,
+    dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride, share,
     PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """share is 1 / C. Where there is no row or column, dout, the weight and dresidual are zero, and with them all that is added up."""
     first, end = range_of_program(rows_each, n_rows)
     column = tl.arange(0, COLUMNS)
-    weight_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    bias_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    proj_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
+    weight_sum, bias_sum, proj_sum = zeros, zeros, zeros
     w = load(weight + column, column < C)
     for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
         row, mask = tile(first + i, end, column, C, ROWS)
@@ -67,17 +69,17 @@ def _layernorm_backward(
         m, r = load(mean + row, row < end), load(rstd + row, row < end)
         dy = load(dout + at, mask)
         old = tl.load(dresidual + at, mask=mask, other=0.0)  # here, as no load moves across a barrier, of which sums over a row have some
-        x_hat = tl.where(mask, (load(inp + at, mask) - m[:, None]) * r[:, None], 0.0)
+        x_hat = (load(inp + at, mask) - m[:, None]) * r[:, None]
         bias_sum += dy
-        weight_sum += x_hat * dy
+        weight_sum = fma(x_hat, dy, weight_sum)
         # dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) with g = dout * weight
         g = dy * w[None, :]
-        g_mean = _row_mean(g, C)
-        gx_mean = _row_mean(g * x_hat, C)
-        new = widen(old) + (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * r[:, None]
+        g_mean, gx_mean = tl.split(tl.sum(tl.join(g, g * x_hat), 1) * share)
+        centered = fma(x_hat, zeros - gx_mean[:, None], g - g_mean[:, None])
+        new = fma(centered, zeros + r[:, None], widen(old))
         store(dresidual + at, new, mask)
         if PROJECTION:
-            proj_sum += tl.where(mask, new, 0.0)
+            proj_sum += new
     partial = partials + tl.program_id(0) * stride + column
     tl.store(partial, tl.sum(weight_sum, 0), mask=column < C)
     tl.store(partial + C, tl.sum(bias_sum, 0), mask=column < C)
@@ -118,7 +120,7 @@ def layernorm_backward(dresidual, dweight, dbias, dproj_bias, dout, inp, weight,
     partials = scratch["column_partials"]
     door.launch(
         _layernorm_backward, (len(partials),), dresidual, partials, dout, inp, weight, mean, rstd,
-        n, cdiv(n, len(partials)), C, partials.shape[1],
+        n, cdiv(n, len(partials)), C, partials.shape[1], 1 / C,
         PROJECTION=dproj_bias is not None, ROWS=rows, COLUMNS=columns, STAGES=stages_of(rows, columns, inp), num_warps=warps,
     )  # fmt: skip
     finish_columns([dweight, dbias] if dproj_bias is None else [dweight, dbias, dproj_bias], partials, accumulate)
