@@ -1,10 +1,13 @@
-"""Section of gpu_check.py: whether cuBLASLt has faster algorithms for a model's matmuls than the one it thinks fastest."""
+"""Sections of gpu_check.py: whether cuBLASLt has faster algorithms for a model's matmuls than the one it thinks fastest, and what it gains
+to have a projection add to the residual stream."""
 
 from functools import partial
+from itertools import starmap
 from math import inf
 
 import torch
 
+from llmc.kernels import operations
 from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan, available
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
@@ -19,10 +22,10 @@ EPILOGUE_BIAS = 4  # cublasLt.h
 class Algorithms(CublasLt):
     """A matmul by each of the algorithms that the library thinks of."""
 
-    def calls(self, out, left, right, bias=None) -> list:
-        """Functions that compute out (M, N) = left (M, K) @ right (K, N) + bias (N,), the library's first choice first.
+    def calls(self, out, left, right, bias=None, added=None) -> list:
+        """Functions that compute out (M, N) = left (M, K) @ right (K, N) + bias (N,) + added (M, N), the library's first choice first.
 
-        All of one type. out lies without gaps, and so do the others or their transposes.
+        All of one type. out and added lie without gaps, and so do the others or their transposes.
         """
         # column-major, as the library is, each is its own transpose: out.T = right.T @ left.T
         (a, trans_a), (b, trans_b) = _as_it_lies(right), _as_it_lies(left)
@@ -32,7 +35,7 @@ class Algorithms(CublasLt):
         desc = self._desc(out.dtype, **values)
         layouts = [self._layout(t.dtype, *reversed(t.shape)) for t in (a, b, out)]
         found = self._find(desc, *layouts, (256, 256, 256), WANTED)
-        return [partial(self._launch, Plan(desc, *layouts, result), a, b, out) for result in found]
+        return [partial(self._launch, Plan(desc, *layouts, result), a, b, out, added) for result in found]
 
 
 def _as_it_lies(matrix):
@@ -48,14 +51,25 @@ def as_trained(form, out, x, dout, weight, bias):
     }[form]  # fmt: skip
 
 
-def algorithms(run, record):
+def check_library(run):
+    """Skip where there is no cuBLASLt to call."""
     if not run.cuda:
         raise Skip("algorithms are cuBLASLt's, and there is no CUDA device")
     if available():
         raise Skip(available())
+
+
+def models(sizes) -> tuple:
+    """(name, config, batch) of the usual model and the largest, at no larger a batch than fills the card."""
+    (name, config, batches), usual = sizes.larger[-1], sizes.config
+    return (f"d{usual.num_layers}", usual, min(sizes.B, SEQUENCES)), (name, config, min(batches[0], SEQUENCES))
+
+
+def algorithms(run, record):
+    check_library(run)
     s = run.sizes
-    for name, config, batches in ((f"d{s.config.num_layers}", s.config, (s.B,)), s.larger[-1]):
-        rows, B = [], min(batches[0], SEQUENCES)
+    for name, config, B in models(s):
+        rows = []
         for matmul in while_time(run, record, shapes(run, config, B, s.T), 5, name=lambda m: f"{name} {m[0]}"):
             rows += measure_matmul(run, record, name, *matmul)
         if len(rows) == 3 * len(shapes(run, config, B, s.T)):
@@ -119,3 +133,43 @@ def step_sums(model, B, rows) -> dict:
     usual = sum(row["times"] * row["ms"] for row in rows)
     best = sum(row["times"] * row["ms" if row["best/ms"] > 1 - row["spread"] else "best ms"] for row in rows)
     return {"model": f"{model} -b {B}", "ms": usual, "best ms": best, "best/ms": best / usual}
+
+
+# ---- the residual stream
+
+
+def residual_fusion(run, record):
+    """A projection and the addition to the stream with the layernorm after it: as they are, and with the addition inside the matmul."""
+    check_library(run)
+    if run.kernels != "triton":
+        raise Skip("the layernorm beside it is Triton's")
+    ops, library = operations(run.kernels), Algorithms(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
+    for name, config, B in models(run.sizes):
+        C, T = config.channels, run.sizes.T
+        for matmul, inner in while_time(run, record, (("attproj", C), ("fcproj", 4 * C)), 5, name=lambda m: f"{name} {m[0]}"):
+            with attempt(record, f"{name} {matmul}"):
+                sets = [projection(run, ops, library, B, T, C, inner) for _ in range(2)]
+                (fused_ms, spread), (ms, _) = (measure(run, *calls) for calls in list(zip(*sets))[:2])
+                row = {"model": f"{name} -b {B}", "matmul": matmul, "fused ms": fused_ms, "spread": spread, "separate ms": ms}
+                row |= {"fused/separate": fused_ms / ms, "relative difference": max(starmap(relative_difference, sets[0][2]))}
+                table(record, "").append(row)
+
+
+def projection(run, ops, library, B, T, C, inner):
+    """(fused, separate, pairs of what each of these writes), the two on the same inputs."""
+    x, w, residual, bias = run.random(B, T, inner), run.random(C, inner, scale=inner**-0.5), run.random(B, T, C), run.random(C)
+    lnw, lnb = run.random(C), run.random(C)
+    ours, usual = ([run.random(B, T, C), run.random(B, T, C), *(torch.empty(B, T, device=x.device) for _ in range(2))] for _ in range(2))
+    multiply = library.calls(ours[0].view(-1, C), x.view(-1, inner), w.t(), bias, residual.view(-1, C))[0]
+
+    def fused():
+        multiply()
+        stream, *rest = ours
+        ops.layernorm_forward(*rest, stream, lnw, lnb, {})
+
+    def separate():
+        stream, *rest = usual
+        matmul_forward(stream, x, w, bias)
+        ops.residual_layernorm_forward(stream, *rest, residual, lnw, lnb, {})
+
+    return fused, separate, list(zip(ours, usual))

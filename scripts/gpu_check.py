@@ -124,6 +124,7 @@ SECTIONS = (
     Section("fp8", "FP8 matmuls against bf16", gpu_fp8.fp8, 10),
     Section("fp8_curve", "What FP8 costs in loss", gpu_fp8.fp8_curve, 60),
     Section("algorithms", "Matrix products by other algorithms", gpu_algorithms.algorithms, 10),
+    Section("residual_fusion", "The residual stream inside the matmul", gpu_algorithms.residual_fusion, 8),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
     Section("tune_attention", "Attention's tile sizes, registers and stages", gpu_kernels.tune_attention, 20),
     Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),

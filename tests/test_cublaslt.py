@@ -118,12 +118,15 @@ class FakeLibrary:
         call = dict(desc=desc, layouts=(la, lb, ld), pointers=(a, b, d), workspace=(workspace, n_bytes), stream=stream)
         call |= {"algorithm": algorithms.pop()}
         self.matmuls.append(call)
-        assert (ctypes.c_float.from_address(alpha).value, ctypes.c_float.from_address(beta).value) == (1.0, 0.0)
-        assert not algorithms and c == d and lc == ld and desc["SCALE_TYPE"] == 0
+        alpha, beta = (ctypes.c_float.from_address(factor).value for factor in (alpha, beta))
+        assert alpha == 1.0 and beta == float(c != d)
+        assert not algorithms and lc == ld and desc["SCALE_TYPE"] == 0
         x, y = (read(t, layout).T if desc[turned] else read(t, layout) for t, layout, turned in ((a, la, "TRANSA"), (b, lb, "TRANSB")))
         out = x @ y
         assert out.shape == (ld["ROWS"], ld["COLS"])
         bias = {"TYPE": ld["TYPE"], "ROWS": len(out), "COLS": 1, "LD": len(out)}
+        if beta:
+            out = out + read(c, lc)
         if desc["EPILOGUE"] & 4:
             out = out + read(desc["BIAS_POINTER"], bias)
         if desc["EPILOGUE"] in (1, 4):
@@ -329,11 +332,11 @@ def test_other_algorithms_compute_the_same_matmul(monkeypatch, rows, C, OC, dtyp
     for form in ("forward", "dinput", "dweight"):
         left, right = factors(form, x, dout, weight)
         out = unwritten(len(left), right.shape[1], dtype=dtype)
-        added = bias if form == "forward" else None
-        calls = gpu_algorithms.Algorithms(workspace()).calls(out, left, right, added)
+        added = [bias, normal(rows, OC, dtype=dtype, seed=4)] if form == "forward" else []
+        calls = gpu_algorithms.Algorithms(workspace()).calls(out, left, right, *added)
         eager, exact = left @ right, left.double() @ right.double()
-        if added is not None:
-            eager, exact = eager + bias, exact + bias.double()
+        for more in added:
+            eager, exact = eager + more, exact + more.double()
         for number, call in enumerate(calls):
             out.fill_(torch.nan)
             call()

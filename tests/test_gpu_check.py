@@ -59,7 +59,7 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert section["status"] in ("ran", "skipped"), (name, section["errors"])
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
-    a_gpu_s = {"attention_steps", "attention", "gelu_fusion", "fp8", "fp8_curve", "algorithms", "tune_attention"}
+    a_gpu_s = {"attention_steps", "attention", "gelu_fusion", "fp8", "fp8_curve", "algorithms", "residual_fusion", "tune_attention"}
     assert skipped - {"kernels"} == {"llmc", "tune", *a_gpu_s}
 
 
@@ -422,7 +422,7 @@ def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, mo
         def __init__(self, workspace):
             pass
 
-        def calls(self, out, left, right, bias=None):
+        def calls(self, out, left, right, bias=None, added=None):
             def multiply(factor):
                 return out.copy_(factor * (left @ right + (0 if bias is None else bias)))
 
@@ -450,6 +450,29 @@ def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, mo
     [first, second] = record["tables"]["over a step"]
     assert second["ms"] == 4.0 * (12 * layers + 3 * heads) and second["best ms"] == second["ms"] / 2
     assert first["ms"] == second["ms"] - 3.0 * layers and first["best ms"] == second["best ms"] + (1.0 - 2.0 + 4.0 - 2.0) * layers
+
+
+def test_a_projection_that_adds_to_the_stream_is_measured_beside_the_passes_it_replaces(run, monkeypatch):
+    pytest.importorskip("triton")
+
+    class Library:
+        def __init__(self, workspace):
+            pass
+
+        def calls(self, out, left, right, bias, added):
+            return [lambda: out.copy_((left @ right).float() + bias + added)]
+
+    times = cycle((3.0, 4.0))
+    monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
+    monkeypatch.setattr(gpu_algorithms, "available", lambda: "")
+    monkeypatch.setattr(gpu_algorithms, "measure", lambda run, *calls: ([call() for call in calls] and next(times), 0.125))
+    run.cuda, run.kernels, record = True, "triton", new_record("")
+    with torch.no_grad():
+        gpu_algorithms.residual_fusion(run, record)
+    assert not record["errors"] and not record["not_run"]
+    rows = record["tables"][""]
+    assert [(row["model"], row["matmul"]) for row in rows] == [(f"{d} -b 2", m) for d in ("d1", "tiny") for m in ("attproj", "fcproj")]
+    assert all(row["fused/separate"] == 0.75 and 0 < row["relative difference"] < 0.01 for row in rows)
 
 
 def test_an_algorithm_that_is_not_launched_is_none_to_choose(run):

@@ -156,11 +156,12 @@ class CublasLt:
         """Of a column-major matrix without gaps."""
         return self._create("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], rows, columns, rows)
 
-    def _launch(self, plan, a, b, d):
-        """d = op(a) op(b), as the plan's descriptor has it."""
+    def _launch(self, plan, a, b, d, c=None):
+        """d = op(a) op(b), as the plan's descriptor has it, plus c, which lies as d does."""
+        factor, c = (self._zero, d) if c is None else (self._one, c)  # with the factor 0 it is not read
         self._call(
             "cublasLtMatmul", self._handle, plan.desc, byref(self._one), a.data_ptr(), plan.a, b.data_ptr(), plan.b,
-            byref(self._zero), d.data_ptr(), plan.d, d.data_ptr(), plan.d,  # C is not read, its factor being 0
+            byref(factor), c.data_ptr(), plan.d, d.data_ptr(), plan.d,
             byref(plan.result), self._workspace.data_ptr(), self._workspace.numel(), _stream(d.device),
         )  # fmt: skip
 
