@@ -478,6 +478,24 @@ def test_one_seed_is_drawn_per_micro_step_and_one_per_tensor():
         assert model.rng.state == rng.state
 
 
+def test_each_rank_rounds_its_embedding_gradients_with_noise_of_its_own(monkeypatch):
+    """Of one draw, so that the streams of all ranks stay alike."""
+    seeds, states = [], []
+    for rank in range(3):
+        model = build(SMALL, "bf16")
+        monkeypatch.setattr(model.sharing, "rank", rank, raising=False)
+        stage = model.ops.stage_encoder_backward
+
+        def noted(order, seed, scratch, stage=stage):
+            seeds.append(seed)
+            return stage(order, seed, scratch)
+
+        monkeypatch.setattr(model.ops, "stage_encoder_backward", noted)
+        train_step(model, 0)
+        states.append(model.rng.state)
+    assert len(set(seeds)) == len(seeds) == 3 and len(set(states)) == 1 and all(0 <= seed < 2**32 for seed in seeds)
+
+
 @pytest.mark.parametrize("master", ["fp32", "bits16", "none"])
 def test_bf16_training_learns(master):
     """One batch by heart, with the master weights and with nothing but stochastic rounding."""
