@@ -390,9 +390,11 @@ SWEEPS = {
     "gelu_backward_inplace": (("gelu", "TILE_ROWS", TILE_ROWS), ("gelu", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "pack_gradients": (("attention", "TILE_ROWS", TILE_ROWS), ("attention", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "matmul_dbias": (("columns", "TILE_ROWS", TILE_ROWS), ("columns", "TILE_COLUMNS", TILE_COLUMNS)),
-    "fused_classifier_inplace": (
-        ("fused_classifier", "COLUMNS", (2048, 4096, 8192, 16384)), ("fused_classifier", "AHEAD", (0, 16 << 10, 32 << 10, 48 << 10)),
-    ),
+    # nothing fetched ahead, by two programs to a multiprocessor of sm90, as before; and fewer threads, by two, three and four
+    "fused_classifier_inplace": ((
+        "fused_classifier", ("BLOCK", "AHEAD", "WARPS"),
+        ((32 << 10, 0, 16), (16 << 10, 96 << 10, 8), (16 << 10, 64 << 10, 8), (16 << 10, 48 << 10, 8)),
+    ),),
     "global_norm": (("global_norm", "ELEMENTS", (1024, 2048, 4096, 8192)),),
     "adamw_update": (("adamw", "ELEMENTS", (512, 1024, 2048, 4096)),),
     "fp8_operand": (("fp8", "ELEMENTS", (2048, 4096, 8192)), ("fp8", "ROWS", (64, 128, 256)), ("fp8", "COLUMNS", (64, 128, 256))),
@@ -401,8 +403,8 @@ SWEEPS = {
 
 # of Triton's attention, what is changed together: {(module or kernel, constant): value}, what is most likely to gain first. The second of
 # two values is for heads of more than 64 channels, which no shape here has. Compiled for sm90, the kernel of keys takes 167 registers, so
-# that a multiprocessor has room for three of its programs: with 128, for which it spills one number in its loop, for four. The other two
-# have four; with 96 registers, for which they spill nothing, and forward with less shared memory, five
+# that a multiprocessor has room for three of its programs: with 128, for which its main loop reads one spilled number, for four. The
+# other two have four; with 96 registers, for which they spill nothing, and forward with less shared memory, five
 KEYS, QUERIES, FORWARD = "_attention_backward_keys", "_attention_backward_queries", "_attention_forward"
 MORE_KEYS, MORE_QUERIES = {(KEYS, "maxnreg"): 128}, {(QUERIES, "maxnreg"): 96}
 MORE_FORWARD = {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
@@ -425,7 +427,7 @@ def tune_attention(run, record):
     cases = [(shape, change) for shape in run.sizes.attention for change in ({}, *ATTENTION_SWEEP)]
     for shape, change in while_time(run, record, cases, 10, name=str):
         what = ", ".join(f"{owner} {name} {value}" for (owner, name), value in change.items()) or "nothing"
-        with attempt(record, what), constants(room, change):
+        with attempt(record, f"{shape}, {what}"), constants(room, change):
             sets = [Attention(run, shape, "triton") for _ in range(2)]
             (forward, _), (backward, _) = (measure(run, *(getattr(one, way) for one in sets)) for way in ("forward", "backward"))
             row = {"B": shape[0], "NH": shape[1], "changed": what, "forward ms": forward, "backward ms": backward}
@@ -472,7 +474,8 @@ def with_option(launch, owner, name, value):
 
 @contextmanager
 def constants(room, wanted: dict):
-    """{(module of llmc.kernels, constant): value} for a while; options of launches and the number of column partials too."""
+    """{(module of llmc.kernels, constant or several): value or values} for a while; options of launches and the number of column partials
+    too."""
     from llmc.kernels import door
 
     launch, partials, saved = door.launch, room.scratch["column_partials"], []
@@ -484,8 +487,9 @@ def constants(room, wanted: dict):
                 door.launch = with_option(door.launch, module, name, value)
             else:
                 owner = import_module(f"llmc.kernels.{module}")
-                saved.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
+                for one, its in zip(name, value) if isinstance(name, tuple) else [(name, value)]:
+                    saved.append((owner, one, getattr(owner, one)))
+                    setattr(owner, one, its)
         yield
     finally:
         door.launch, room.scratch["column_partials"] = launch, partials

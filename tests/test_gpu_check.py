@@ -375,11 +375,13 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     run.cuda, run.no_triton, run.args.tune, record = True, "", True, new_record("")
     gpu_kernels.tune_attention(run, record)
     assert not record["errors"] and not record["not_run"]
-    changed = [row["changed"] for row in record["tables"][""]]
-    assert changed[:3:2] == ["nothing", f"{KEYS} maxnreg 128"] and len(changed) == 1 + len(gpu_kernels.ATTENTION_SWEEP) == len(set(changed))
-    each = len(launched) // len(changed)
-    limited = [[(name, options["maxnreg"]) for name, options in launched[each * i :][:each] if "maxnreg" in options] for i in range(3)]
-    assert limited == [[], [(FORWARD, 96)] * 2 + [(QUERIES, 96), (KEYS, 128)] * 2, [(KEYS, 128)] * 2]
+    changes = [row["changed"] for row in record["tables"][""]]
+    assert len(changes) == len(set(changes)) == 1 + len(gpu_kernels.ATTENTION_SWEEP)
+    each = len(launched) // len(changes)
+    of = {change: launched[each * i : each * (i + 1)] for i, change in enumerate(changes)}
+    limited = {change: {(name, o["maxnreg"]) for name, o in of[change] if "maxnreg" in o} for change in changes}
+    assert limited["nothing"] == limited["attention FORWARD_KEYS (32, 32)"] == set()
+    assert limited[changes[1]] == {(FORWARD, 96), (QUERIES, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
     tiles = {(name, options.get("KEYS", options.get("QUERIES")), options["num_warps"]) for name, options in launched}
     assert {(FORWARD, 128, 4), (QUERIES, 64, 4), (KEYS, 16, 4), (KEYS, 32, 8)} <= tiles
     assert (attention.FORWARD_KEYS, attention.WARPS) == constants and "maxnreg" not in launched[-1][1]

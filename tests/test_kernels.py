@@ -406,7 +406,7 @@ def test_layernorm_of_a_constant_row_is_its_bias(kernels, dtype):
 @dtypes
 @shapes
 @sums
-def test_layernorm_backward(kernels, B, T, C, dtype, P, accumulate):
+def test_layernorm_backward(kernels, own, B, T, C, dtype, P, accumulate):
     """dresidual is always added to; what is summed over rows is written, whatever it held, when accumulate is False."""
     inp, weight, bias = layernorm_case(B, T, C, dtype)
     dout, dresidual = noise(B, T, C, dtype=dtype, seed=4), noise(B, T, C, dtype=dtype, seed=5)
@@ -419,7 +419,8 @@ def test_layernorm_backward(kernels, B, T, C, dtype, P, accumulate):
     function, both = norm_of_projection(dresidual)
     # the interpreter adds up rows one after the other, torch in pairs: of 60 draws of (6, 100, 11) nine were beyond twice torch's error and
     # two roundings, and ten where products are rounded before they are added
-    floor = dict.fromkeys(summed, max(2, sqrt(B * T) / 4)) | {"dresidual": 2}
+    of_sums = max(2, sqrt(B * T) / 4) if own == "triton" and DEVICE == "cpu" else 2
+    floor = dict.fromkeys(summed, of_sums) | {"dresidual": 2}
     leaves = [inp, weight, bias, torch.zeros(C, dtype=dtype)]
     judge(["dresidual", *summed], ours, function, leaves, both(dout), dtype, before, floor=floor)
     assert all(same_bits(a, b) for a, b in zip(kept, (dout, inp, weight, mean, rstd)))

@@ -2,20 +2,21 @@
 
 A program holds one row's running maximum and sum (online softmax: Milakov and Gimelshein 2018), then goes over the row once
 more, mostly out of cache, and writes its gradient. Most of a row needs no mask; its tail is read up to Vp and what is beyond
-V put aside afterwards, as a mask that ends at V, an odd number, would make every load two bytes wide. Between two blocks all
-threads wait for one maximum and one sum, so the blocks after it, which no load would overtake these for, are fetched ahead.
+V put aside afterwards, as a mask that ends at V, an odd number, would make every load two bytes wide. For the maximum and the
+sum of a block all threads wait, and loads do not move across that, so blocks are fetched ahead: as many as a row of GPT-2's has
+in bf16, and two programs fill a multiprocessor. More of them would have more rows under way than an H200's L2 holds.
 """
 
 from llmc.kernels import door
 from llmc.kernels.door import exp, jit, load, narrow, next_power_of_2, store, tl, widen
 
-COLUMNS, WARPS = 8192, 8
-AHEAD = 48 << 10  # bytes of a row under way at a time, in any card's shared memory
+BLOCK, AHEAD = 16 << 10, 96 << 10  # bytes of a block, and of the buffers that blocks are fetched into, which any card's shared memory has
+WARPS = 16
 
 
 @jit
-def _add(largest, total, x):
-    """The running maximum, and the sum of powers of what lies below it, with those of x."""
+def _add_block(largest, total, x):
+    """The running maximum, and the sum of exp(logit - maximum), with those of x."""
     new = tl.maximum(largest, tl.max(x, 0))
     return new, total * exp(largest - new) + tl.sum(exp(x - new), 0)
 
@@ -34,8 +35,8 @@ def _classify(
     last = tl.where(tail < V, load(logits + tail, tail < Vp), -float("inf"))
     largest, total = -1e38, 0.0  # not -inf: where all of a block is that, the difference would be NaN
     for at in tl.range(0, WHOLE, COLUMNS, num_stages=STAGES):
-        largest, total = _add(largest, total, widen(tl.load(logits + at + tl.arange(0, COLUMNS))))
-    largest, total = _add(largest, total, last)
+        largest, total = _add_block(largest, total, widen(tl.load(logits + at + tl.arange(0, COLUMNS))))
+    largest, total = _add_block(largest, total, last)
     tl.store(losses + row, tl.load(losses + row) + (tl.log(total) - (target_logit - largest)))
     if GRADIENT:
         scale = dloss / total
@@ -50,9 +51,10 @@ def _classify(
 
 def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows_at_once):
     n, Vp = logits.shape
-    whole = V // COLUMNS * COLUMNS if V % COLUMNS else V - COLUMNS  # at least one column is left for the tail, which is masked
+    columns = BLOCK // logits.itemsize
+    whole = V // columns * columns if V % columns else V - columns  # at least one column is left for the tail, which is masked
     door.launch(
         _classify, (n,), logits, losses, targets, 0.0 if dloss is None else dloss,
-        V=V, Vp=Vp, WHOLE=whole, GRADIENT=dloss is not None, COLUMNS=COLUMNS, TAIL=next_power_of_2(Vp - whole),
-        STAGES=1 + AHEAD // (COLUMNS * logits.itemsize), num_warps=WARPS,
+        V=V, Vp=Vp, WHOLE=whole, GRADIENT=dloss is not None, COLUMNS=columns, TAIL=next_power_of_2(Vp - whole),
+        STAGES=1 + AHEAD // BLOCK, num_warps=WARPS if whole else 4,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
 
 A program holds whole rows. Backward is a fixed number of programs, each over a range of rows of its own, whose sums for the
-weight, the bias and the projection's bias are partials that a second kernel adds in order. With two programs to a multiprocessor
-it waits for instructions rather than for memory, so there products are added as they are, both sums over a row are one, and
-nothing is masked that zeros take care of: for sm90 441 instructions for two rows of 768 instead of 581.
+weight, the bias and the projection's bias are partials that a second kernel adds in order. As these are few, a scheduler has
+the instructions of two warps to choose from, by count for as long as memory needs. So products are added as they are, both
+sums over a row are one, and nothing is masked that zeros take care of: for sm90 441 instructions for two rows of 768, not 581.
 """
 
 from llmc.kernels import door
@@ -57,10 +57,11 @@ def _layernorm_backward(
     dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride, share,
     PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """share is 1 / C. Where there is no row or column, dout, the weight and dresidual are zero, and with them all that is added up."""
+    """share is 1 / C. Where there is no row, or no column, dout and dresidual are zero, and with them all that is added up, but for
+    the projection's sums of columns that there are not, which are not stored."""
     first, end = range_of_program(rows_each, n_rows)
     column = tl.arange(0, COLUMNS)
-    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
+    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)  # which also make a column as wide as fma wants it
     weight_sum, bias_sum, proj_sum = zeros, zeros, zeros
     w = load(weight + column, column < C)
     for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
