@@ -3,7 +3,7 @@
 
     python scripts/gpu_check.py                        up to 7.5 minutes; scripts/bench/gpu_<card>.json and .md
     python scripts/gpu_check.py --only steps compile   some sections; gpu_<card>_steps_compile.json and .md
-    python scripts/gpu_check.py --tune --only tune     which tile sizes and warps are fastest here
+    python scripts/gpu_check.py --only tune --tune     which tile sizes and warps are fastest here; --tune NAME: of that operation
     python scripts/gpu_check.py --llmc ../llm.c/train_gpt2cu   llm.c's own step beside ours
     python scripts/gpu_check.py --dry-run              the same code in seconds on a CPU, at sizes that measure nothing
 
@@ -185,7 +185,8 @@ def continue_in_new_process(run, section, rest):
     prefix = run.prefix.with_name(run.prefix.name + "_rest")
     command = [sys.executable, __file__, "--only", "ceilings", *(s.name for s in rest), "--output", prefix]
     command += ["--minutes", f"{max(0.1, run.left() / 60):.2f}", "--kernels", "torch" if section.name == "steps" else run.args.kernels]
-    command += ["--tune"] * run.args.tune + ["--dry-run"] * run.dry + ["--llmc", run.args.llmc] * bool(run.args.llmc)
+    command += [] if run.args.tune is None else ["--tune", *run.args.tune]
+    command += ["--dry-run"] * run.dry + ["--llmc", run.args.llmc] * bool(run.args.llmc)
     try:
         subprocess.run(command, stdout=subprocess.DEVNULL, timeout=max(10, run.left() + 30))
     except subprocess.TimeoutExpired:
@@ -218,7 +219,7 @@ def parse(argv):
     where = "scripts/bench/gpu_<card>, with the sections of --only; a dry run: a temporary folder"
     flag("--output", help=f"where the report goes, without .json and .md [{where}]")
     flag("--only", nargs="+", metavar="SECTION", help=f"some sections of: {' '.join(names)}")
-    flag("--tune", action="store_true", help="try other tile sizes and warps too; minutes, so best with --only tune")
+    flag("--tune", nargs="*", metavar="OPERATION", help="try other tile sizes and warps too, of these operations or of all: minutes")
     flag("--llmc", metavar="PATH", help="llm.c's train_gpt2cu, built elsewhere: its steps beside ours")
     flag("--kernels", choices=("auto", "torch"), default="auto", help="torch: training steps without Triton's kernels [auto]")
     flag("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")
@@ -228,6 +229,9 @@ def parse(argv):
     unknown = sorted(set(args.only or ()) - set(names))
     if unknown:
         parser.error(f"--only {unknown[0]}: there is no such section; expected some of {' '.join(names)}")
+    unknown = sorted(set(args.tune or ()) - set(gpu_kernels.SWEEPS))
+    if unknown:
+        parser.error(f"--tune {unknown[0]}: there is no such operation; expected some of {' '.join(gpu_kernels.SWEEPS)}")
     if args.llmc:
         args.llmc = str(Path(args.llmc).resolve())
         if not (os.path.isfile(args.llmc) and os.access(args.llmc, os.X_OK)):

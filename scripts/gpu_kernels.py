@@ -419,7 +419,7 @@ ATTENTION_SWEEP = (
 
 def tune_attention(run, record):
     """Forward and backward as they are, and with each of the changes alone; rows are the plan's."""
-    if not run.args.tune:
+    if run.args.tune is None:
         raise Skip("only with --tune")
     if run.no_triton or not run.cuda:
         raise Skip(run.no_triton or "these kernels are a GPU's, and there is no CUDA device")
@@ -435,12 +435,13 @@ def tune_attention(run, record):
 
 
 def tune(run, record):
-    if not run.args.tune:
+    if run.args.tune is None:
         raise Skip("only with --tune")
     if run.no_triton:
         raise Skip(run.no_triton)
-    values = letters(run.sizes.config, run.sizes.B, run.sizes.T)
-    for kernel in while_time(run, record, [k for k in KERNELS if not k.forms or k.operation == "fp8_operand"], 15, name=lambda k: k.name):
+    values, wanted = letters(run.sizes.config, run.sizes.B, run.sizes.T), run.args.tune or SWEEPS
+    kernels = [k for k in KERNELS if k.operation in wanted and (not k.forms or k.operation == "fp8_operand")]
+    for kernel in while_time(run, record, kernels, 15, name=lambda k: k.name):
         with attempt(record, kernel.name):
             room = Room(run, "triton", **dict(kernel.forms))
             sets = room.sets(kernel, evaluate(kernel.n_bytes, values))

@@ -107,6 +107,7 @@ def test_without_triton_its_sections_are_skipped_with_the_reason(tmp_path):
         (["--only", "nothing"], "error: --only nothing: there is no such section"),
         (["--output", "/proc/nowhere/report"], "error: --output /proc/nowhere/report: cannot be written, "),
         (["--llmc", "/nowhere/train_gpt2cu"], "error: --llmc /nowhere/train_gpt2cu: there is no program there"),
+        (["--only", "tune", "--tune", "nothing"], "error: --tune nothing: there is no such operation; expected some of encoder_forward "),
         (["--wrong"], "error: unrecognized arguments: --wrong"),
     ],
 )
@@ -155,7 +156,7 @@ def test_every_operation_of_the_kernels_is_measured():
 def run(tmp_path, monkeypatch):
     """A run of nothing yet, on the CPU, with much time."""
     monkeypatch.setattr(gpu_check, "launch_problem", lambda device: "not asked here")
-    args = SimpleNamespace(minutes=60, only=None, tune=False, kernels="auto", llmc=None)
+    args = SimpleNamespace(minutes=60, only=None, tune=None, kernels="auto", llmc=None)
     return gpu_check.Run(args, Backend(torch.device("cpu"), "cpu", "a CPU"), True, tmp_path / "report")
 
 
@@ -365,6 +366,16 @@ def test_of_an_operation_in_halves_only_the_launch_is_timed(run, name, monkeypat
     assert staged > 0 and next(copied) == staged + 1 and launched
 
 
+def test_the_operations_that_are_named_are_tuned_alone(run, monkeypatch):
+    pytest.importorskip("triton")
+    times = cycle((3.0, 4.0, 2.0, 5.0, 6.0))  # as it is, two sizes of tiles, two numbers of warps
+    monkeypatch.setattr(gpu_kernels, "measure", lambda run, *calls: ([call() for call in calls] and next(times), 0.0))
+    run.no_triton, run.args.tune, record = "", ["gelu_forward"], new_record("")
+    gpu_kernels.tune(run, record)
+    assert not record["errors"] and not record["not_run"]
+    assert record["tables"][""] == [{"kernel": "gelu_forward", "ms as it is": 3.0, "best ms": 2.0, "best": "ELEMENTS 2048"}]
+
+
 def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     pytest.importorskip("triton")
     from llmc.kernels import attention, door
@@ -372,7 +383,7 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     launched, constants = [], (attention.FORWARD_KEYS, attention.WARPS)
     monkeypatch.setattr(door, "launch", lambda kernel, *args, **options: launched.append((kernel.fn.__name__, options)))
     monkeypatch.setattr(gpu_kernels, "measure", lambda run, *calls: ([call() for call in calls], 0.0))
-    run.cuda, run.no_triton, run.args.tune, record = True, "", True, new_record("")
+    run.cuda, run.no_triton, run.args.tune, record = True, "", [], new_record("")
     gpu_kernels.tune_attention(run, record)
     assert not record["errors"] and not record["not_run"]
     changes = [row["changed"] for row in record["tables"][""]]
