@@ -475,8 +475,9 @@ def test_the_plan_s_forms_show_the_copy():
 def test_waiting_for_checkpoints_is_a_way_to_fit_a_cpu():
     o = PlanOptions(config_from_descriptor("d12"), 4, 256, precision="fp32", async_checkpoint=True)
     least = Plan(replace(o, async_checkpoint=False)).total_bytes
-    ways = {way.flags: way.total_bytes for way in ways_to_fit(o, least, 4)}
-    assert ways["--async-checkpoint 0"] == least
+    ways = {way.flags: way for way in ways_to_fit(o, least, 4)}
+    assert ways["--async-checkpoint 0"].total_bytes == least
+    assert ways["--async-checkpoint 0"].price == "training waits while a checkpoint is written"
     assert not any(
         "async" in way.flags for way in ways_to_fit(replace(o, device="cuda"), Plan(replace(o, device="cuda")).total_bytes - 1, 4)
     )

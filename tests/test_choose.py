@@ -91,7 +91,7 @@ def test_one_byte_below_the_last_level_is_not_enough_memory(options):
         choose_recompute(options, budget)
     assert caught.value.options == replace(options, recompute=last)
     assert caught.value.budget_bytes == budget
-    for part in (f"-b {options.B} ", f"-t {options.T} ", f"-r {last} ", f"{budget // MIB} MiB"):
+    for part in (f"-b {options.B} ", f"-t {options.T} ", f"{budget // MIB} MiB", f"-r {last} still needs {-(-(budget + 1) // MIB)} MiB"):
         assert part in str(caught.value)
 
 
@@ -165,13 +165,23 @@ def test_the_largest_batch_is_found_beyond_one_that_does_not_fit():
     assert choose_batch(o, budget, 22)[0] == 11
 
 
+def test_the_largest_batch_may_lie_as_far_beyond_as_a_card_has_processors():
+    """Of one head flash attention has two copies of dq up to 131 sequences, and one with 132, which need less."""
+    config = ModelConfig(max_seq_len=64, vocab_size=61, num_layers=1, num_heads=1, channels=64, padded_vocab_size=64)
+    o = PlanOptions(config, 1, 64, recompute=6, optimizer_state="bf16", device="cuda", attention="flash", processors=132)
+    totals = {B: total(o, B=B) for B in range(1, 201)}
+    for budget in (totals[132], totals[132] - 1, totals[118], totals[121]):
+        assert largest_batch(o, budget) == max(B for B, needs in totals.items() if needs <= budget)
+    assert largest_batch(o, totals[132]) == 132 and totals[120] > totals[132]
+
+
 def test_not_even_one_sequence_is_not_enough_memory():
     o = PlanOptions(D12, 9, 1024, recompute=2)
     budget = total(o, B=1) - 1
-    with pytest.raises(NotEnoughMemory, match="-b 1 -t 1024") as caught:
+    with pytest.raises(NotEnoughMemory, match=f"-b 1 -t 1024 .* it needs {-(-(budget + 1) // MIB)} MiB") as caught:
         choose_batch(o, budget, 36)
     assert caught.value.options == replace(o, B=1)
-    assert caught.value.budget_bytes == budget
+    assert (caught.value.budget_bytes, caught.value.grad_accum_steps) == (budget, 36)
     assert choose_batch(o, budget + 1, 36)[0] == 1
 
 
@@ -183,6 +193,7 @@ def test_the_reason_tells_the_most_that_fits_from_what_divides():
         and "divides" not in choose_batch(o, budget, None)[1]
     )
     assert choose_batch(o, budget, 22)[1] == choose_batch(o, budget, None)[1]
+    assert choose_batch(o, budget, None, most=1000) == choose_batch(o, budget, None)  # data that have more sequences are not worth a word
     reason = choose_batch(o, budget, 64)[1]
     assert reason.startswith("-b 8: 11 sequences are the most") and reason.endswith("which fits and divides the 64 of a step")
 
@@ -194,6 +205,15 @@ def test_the_reason_names_no_step_where_any_number_is_allowed():
     chosen, reason = choose_batch(o, budget, None, most=86)
     assert chosen < 86 and total(replace(o, B=chosen)) <= budget
     assert reason.endswith(f", 86 the most that a shard of the data holds, and {chosen} is the largest number up to that which fits")
+
+
+@pytest.mark.parametrize("sequences", [None, 36])
+def test_one_sequence_is_taken_where_no_shard_has_a_whole_one(sequences):
+    """That the data are too few is for those to say who read them."""
+    o = PlanOptions(ODD, 1, 7)
+    B, reason = choose_batch(o, total(o, B=11), sequences, most=0)
+    assert B == 1 and reason.startswith("-b 1: 11 sequences are the most")
+    assert reason.endswith(", 0 the most that a shard of the data holds")
 
 
 def test_files_in_a_container_s_cache_are_free_memory(tmp_path):
@@ -339,6 +359,14 @@ def test_three_ways_are_printed_and_one_that_only_adds_to_another_just_where_oth
         adding = [way for way in ways if way not in minimal]
         assert [way for way in printed if way not in minimal] == adding[: 3 - len(minimal[:3])]
         assert [way.cost for way in printed] == sorted(way.cost for way in printed)
+
+
+def test_a_way_that_rounds_m_and_v_comes_last():
+    """It alone changes the numbers of a run, though it takes next to no time: a level and half the batch come before it."""
+    options, sequences = planned(COMMANDS[0])
+    budget, _ = asked(COMMANDS[0], 0.95)
+    printed = [way.flags for way in ways_to_fit(options, budget, sequences)]
+    assert printed[-1] == "--optimizer-state bf16" and not any("--optimizer-state" in flags for flags in printed[:-1])
 
 
 @every_command

@@ -92,6 +92,15 @@ def test_every_block_goes_backward_once_and_runs_again_at_most_once(L):
 
 
 @every_depth
+def test_every_segment_names_the_layer_that_runs_next_after_it(L):
+    """The first of those that run forward again, or else the last of the segment below."""
+    for k in range(1, L + 2):
+        walk = list(Segments(L, k).backward())
+        runs = [[*again, *reversed(span)] for span, again, _ in walk]
+        assert [then for _, _, then in walk] == [*(layers[0] for layers in runs[1:]), None]
+
+
+@every_depth
 def test_segments_of_one_layer_run_nothing_again_and_share_no_slot(L):
     s = Segments(L, 1)
     assert s.slots == L == len({s.slot(l) for l in range(L)})

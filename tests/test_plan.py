@@ -413,6 +413,76 @@ def test_each_byte_of_the_activations_counts_for_the_first_part_that_uses_it(con
     assert all(plan.columns[part] for part in ("kept", "shared", "scratch"))
 
 
+@pytest.mark.parametrize("changes, rooms, fused_rooms", [
+    ({}, "classifier_rows encoder_rows encoder_gathered noise noise_work norm_work update_gradient", "noise noise_work"),
+    ({"master": "none"}, "classifier_rows encoder_rows encoder_gathered noise noise_work norm_work update_gradient update_parameter",
+     "noise noise_work update_parameter"),
+    ({"optimizer_state": "bf16"}, "classifier_rows encoder_rows encoder_gathered noise noise_work noise_moments norm_work update_gradient "
+     "update_m update_v", "noise noise_work update_m update_v"),
+    ({"optimizer_state": "bf16", "precision": "fp32"}, "noise noise_work noise_moments update_m update_v",
+     "noise noise_work update_m update_v"),
+    ({"grad_dtype": "fp32"}, "classifier_rows encoder_rows noise noise_work widened head_widened", "noise noise_work widened head_widened"),
+    ({"matmul": "widened"}, "classifier_rows encoder_rows encoder_gathered noise noise_work norm_work update_gradient widened",
+     "noise noise_work widened"),
+])  # fmt: skip
+def test_room_to_round_and_to_widen_is_there_only_for_what_is_in_bf16(changes, rooms, fused_rooms):
+    """Beyond what a model all in fp32 has, and never instead of it."""
+    for kernels, names in (("torch", rooms), ("numba", fused_rooms)):
+        fp32, plan = (Plan(options(TINY, 4, 32, kernels=kernels, **form)) for form in ({"precision": "fp32"}, changes))
+        assert set(plan.tensors) - set(fp32.tensors) == set(names.split()) and not set(fp32.tensors) - set(plan.tensors)
+        if "widened" in plan.tensors:  # forward needs none where it is for the gradients of weights alone
+            assert plan.tensors["widened"].spans[0][0] == ("encoder" if "matmul" in changes else "lnf_backward")
+    sums = Plan(options(TINY, 4, 32, **changes)).tensors["encoder_sums"]
+    assert sums.shape == ((32, 64) if "fp32" in (changes.get("grad_dtype"), changes.get("precision")) else (4, 32, 64))
+
+
+SHARES = {
+    0: {"gradient_share"}, 1: {"gradient_share", "parameter_share"}, 2: {"layer_gradients", "outer_gradients", "parameter_share"},
+    3: {"layer_gradients", "outer_gradients", "layer_weights", "outer_weights"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", SHARES)
+def test_ranks_have_room_for_what_their_stage_gathers_and_no_other(stage):
+    """Weights that are gathered are there for a sample as for a step, apart from all that it works in."""
+    for level in LEVELS:
+        plan = Plan(options(TINY, 4, 32, recompute=level, ranks=2, zero_stage=stage))
+        assert {t.name for t in plan.tensors.values() if t.purpose == "gathered"} == SHARES[stage]
+        sampled = [t for t in plan.tensors.values() if t.purpose == "sample" or t.name == "logits"]
+        for weights in (plan.tensors[name] for name in SHARES[stage] if name.endswith("_weights")):
+            assert weights.spans[-1] == ("sample", "sample")
+            assert all(t.offset + t.nbytes <= weights.offset or weights.offset + weights.nbytes <= t.offset for t in sampled)
+
+
+@pytest.mark.parametrize("heads, parts, rows", [(4, 2, 64), (5, 4, 48), (3, 2, 48), (25, 8, 100)])
+def test_a_checkpoint_of_parts_has_room_for_the_largest_tensor_it_puts_together(heads, parts, rows):
+    """Heads of 8 channels. Of 5 heads each of 4 parts has 2, so its rows of qkvw, 3 x 16, are more than its 40 columns of fcprojw."""
+    config = ModelConfig(16, 61, num_layers=2, num_heads=heads, channels=8 * heads, padded_vocab_size=64)
+    tensors = Plan(PlanOptions(config, 1, 16, kernels="numba", tensor_parallel=parts)).tensors
+    shapes = parameter_shapes(config, parts)
+    largest = max(prod(shapes[name][1:]) for name in ("qkvw", "attprojw", "fcprojw"))
+    assert prod(tensors["part_tensor"].shape) == largest == rows * config.channels
+    assert prod(tensors["whole_tensor"].shape) == parts * largest
+
+
+@pytest.mark.parametrize("fusion", [1, 2])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_matmul_that_does_gelu_does_not_write_where_it_still_reads(kernels, level, fusion):
+    tensors = Plan(PlanOptions(D12, 4, 1024, device="cuda", kernels=kernels, recompute=level, gelu_fusion=fusion)).tensors
+    read, written = tensors["ln2"], tensors["fch_gelu"]
+    assert read.offset + read.nbytes <= written.offset or written.offset + written.nbytes <= read.offset
+
+
+def test_a_matmul_s_workspace_is_planned_wherever_gelu_is_in_one():
+    """What cuBLASLt is given, 32 MiB, all the time between the first embedding and the last gradient."""
+    tensors = [Plan(options(D12, 4, 1024, device="cuda", gelu_fusion=fusion)).tensors for fusion in range(4)]
+    assert "matmul_workspace" not in tensors[0]
+    for fused in tensors[1:]:
+        assert fused["matmul_workspace"].nbytes == 32 * MIB
+        assert fused["matmul_workspace"].spans == (("encoder", "encoder_backward"),)
+
+
 def test_attention_kinds_are_the_device_s_own_unless_asked_for():
     def kind(**changes):
         return PlanOptions(ODD, 3, 7, **changes).attention_kind

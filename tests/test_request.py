@@ -281,6 +281,13 @@ def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits
     assert o.attention_kind == kind
 
 
+@pytest.mark.parametrize("head_size, kind", [(8, "triton"), (128, "triton"), (136, "flash"), (256, "flash")])
+def test_attention_is_this_project_s_up_to_the_largest_heads_it_takes(head_size, kind):
+    o = options(config=replace(D12, channels=2 * head_size, num_heads=2))
+    check_attention(o)
+    assert o.attention_kind == kind
+
+
 @pytest.mark.parametrize("precision, flags, head_size, sentence", [
     ("fp32", "--attention flash", 64, "--attention flash has no fp32 form; leave it out, or train in bf16"),
     ("fp32", "--attention cudnn", 64, "--attention cudnn has no fp32 form"),

@@ -61,7 +61,7 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
         B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
     reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
     if limit != fits:
-        reason += f", {limit} the most that a shard of the data holds"
+        reason += f", {most} the most that a shard of the data holds"
     if B != limit:
         reason += f", and {B} is the largest number up to that which fits"
         reason += f" and divides the {total_sequences} of a step" * bool(total_sequences)
