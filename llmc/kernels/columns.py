@@ -56,5 +56,5 @@ def finish_columns(outs, partials, accumulate):
     out0, out1, out2 = (*outs, outs[0], outs[0])[:3]
     door.launch(
         _finish_columns, (cdiv(C, SUM_COLUMNS), len(outs)), out0, out1, out2, partials, C, partials.shape[1],
-        PARTIALS=partials.shape[0], COLUMNS=SUM_COLUMNS, ACCUMULATE=bool(accumulate), num_warps=4,
+        PARTIALS=partials.shape[0], COLUMNS=SUM_COLUMNS, ACCUMULATE=bool(accumulate),
     )  # fmt: skip
