@@ -8,15 +8,16 @@ from math import inf
 import torch
 
 from llmc.kernels import operations
-from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan, available
+from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
-from scripts.gpu_common import Skip, attempt, block_matmuls, factors, measure, relative_difference, table, while_time
+from scripts.gpu_common import Skip, attempt, block_matmuls, check_cublaslt, factors, measure, relative_difference, table, while_time
 
 WANTED = 16  # algorithms of each matmul
 SEQUENCES = 16  # at most, of a batch
 EPILOGUE_BIAS = 4  # cublasLt.h
+NO_ALGORITHM = "cuBLASLt has no algorithm for it within the workspace"
 
 
 class Algorithms(CublasLt):
@@ -51,14 +52,6 @@ def as_trained(form, out, x, dout, weight, bias):
     }[form]  # fmt: skip
 
 
-def check_library(run):
-    """Skip where there is no cuBLASLt to call."""
-    if not run.cuda:
-        raise Skip("algorithms are cuBLASLt's, and there is no CUDA device")
-    if available():
-        raise Skip(available())
-
-
 def models(sizes) -> tuple:
     """(name, config, batch) of the usual model and the largest; batches of SEQUENCES at most."""
     (name, config, batches), usual = sizes.larger[-1], sizes.config
@@ -66,7 +59,7 @@ def models(sizes) -> tuple:
 
 
 def algorithms(run, record):
-    check_library(run)
+    check_cublaslt(run, "algorithms are")
     s = run.sizes
     for name, config, B in models(s):
         rows = []
@@ -96,7 +89,7 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
             added = bias if form == "forward" else None
             others = list(zip(*(library.calls(*product, added) for product in products)))
             if not others:
-                raise RuntimeError("cuBLASLt has no algorithm for it within the workspace")
+                raise RuntimeError(NO_ALGORITHM)
             each = [ms_or_never(run, pair) for pair in others]
             best = each.index(min(each))
             # the least of many is low by chance too: it is measured again, and the trainer's beside it
@@ -140,7 +133,7 @@ def step_sums(model, B, rows) -> dict:
 
 def residual_fusion(run, record):
     """A projection and the addition to the stream with the layernorm after it: as they are, and with the addition inside the matmul."""
-    check_library(run)
+    check_cublaslt(run, "a projection that adds is")
     if run.kernels != "triton":
         raise Skip("the layernorm beside it is Triton's")
     ops, library = operations(run.kernels), Algorithms(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
@@ -149,9 +142,10 @@ def residual_fusion(run, record):
         for matmul, inner in while_time(run, record, (("attproj", C), ("fcproj", 4 * C)), 5, name=lambda m: f"{name} {m[0]}"):
             with attempt(record, f"{name} {matmul}"):
                 sets = [projection(run, ops, library, B, T, C, inner) for _ in range(2)]
-                (fused_ms, spread), (ms, _) = (measure(run, *calls) for calls in list(zip(*sets))[:2])
+                fused, separate, written = zip(*sets)
+                (fused_ms, spread), (ms, _) = measure(run, *fused), measure(run, *separate)
                 row = {"model": f"{name} -b {B}", "matmul": matmul, "fused ms": fused_ms, "spread": spread, "separate ms": ms}
-                row |= {"fused/separate": fused_ms / ms, "relative difference": max(starmap(relative_difference, sets[0][2]))}
+                row |= {"fused/separate": fused_ms / ms, "relative difference": max(starmap(relative_difference, written[0]))}
                 table(record, "").append(row)
 
 
@@ -163,7 +157,7 @@ def projection(run, ops, library, B, T, C, inner):
     found = library.calls(ours[0].view(-1, C), x.view(-1, inner), w.t(), bias, residual.view(-1, C))
     multiply = next((call for call in found if ms_or_never(run, [call]) < inf), None)  # not all add what lies elsewhere
     if multiply is None:
-        raise RuntimeError("cuBLASLt has no algorithm for it within the workspace")
+        raise RuntimeError(NO_ALGORITHM)
 
     def fused():
         multiply()

@@ -219,7 +219,7 @@ def parse(argv):
     where = "scripts/bench/gpu_<card>, with the sections of --only; a dry run: a temporary folder"
     flag("--output", help=f"where the report goes, without .json and .md [{where}]")
     flag("--only", nargs="+", metavar="SECTION", help=f"some sections of: {' '.join(names)}")
-    flag("--tune", nargs="*", metavar="OPERATION", help="try other tile sizes and warps too, of these operations or of all: minutes")
+    flag("--tune", nargs="*", metavar="OPERATION", help="try other tile sizes and warps, of these operations or of all, and of attention")
     flag("--llmc", metavar="PATH", help="llm.c's train_gpt2cu, built elsewhere: its steps beside ours")
     flag("--kernels", choices=("auto", "torch"), default="auto", help="torch: training steps without Triton's kernels [auto]")
     flag("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")

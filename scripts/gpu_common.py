@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from llmc.config import ModelConfig, config_from_descriptor
+from llmc.kernels import cublaslt
 from llmc.memory.arena import TORCH_DTYPE
 
 REPO = Path(__file__).resolve().parent.parent
@@ -84,6 +85,14 @@ class Skip(Exception):
 def new_record(title, status="skipped", reason="") -> dict:
     """Of a section. errors: {"what", "lines"} of each part that failed; not_run: sentences; tables: title -> rows."""
     return dict(title=title, status=status, reason=reason, seconds=0.0, tables={}, notes=[], not_run=[], errors=[])
+
+
+def check_cublaslt(run, what):
+    """Skip where there is no cuBLASLt to call. what: a sentence's beginning."""
+    if not run.cuda:
+        raise Skip(f"{what} cuBLASLt's, and there is no CUDA device")
+    if why := cublaslt.available():
+        raise Skip(why)
 
 
 def table(record, title) -> list:

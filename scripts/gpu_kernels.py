@@ -10,7 +10,7 @@ import torch
 
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
-from llmc.kernels import fp8_operand_of, operations
+from llmc.kernels import cublaslt, fp8_operand_of, operations
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.arena import TORCH_DTYPE
@@ -22,7 +22,7 @@ from llmc.memory.tables import num_parameters
 from llmc.memory.tuning import MATMUL_WORKSPACE, TUNING
 from llmc.rand import XorShift
 from scripts.gpu_common import (
-    FP32, Skip, attempt, block_matmuls, measure, random_tokens, relative_difference, table, while_time, zeros_of,
+    FP32, Skip, attempt, block_matmuls, check_cublaslt, measure, random_tokens, relative_difference, table, while_time, zeros_of,
 )  # fmt: skip
 
 SLOW, WEIGHTY = 0.70, 0.005  # below this share of the copy rate a kernel is flagged, if it takes this share of a step
@@ -333,13 +333,8 @@ def attention(run, record):
 
 
 def gelu_fusion(run, record):
-    if not run.cuda:
-        raise Skip("GELU inside a matmul is cuBLASLt's, and there is no CUDA device")
-    from llmc.kernels.cublaslt import MatmulGelu, available
-
-    if available():
-        raise Skip(available())
-    r, fused = Room(run, run.kernels), MatmulGelu(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
+    check_cublaslt(run, "GELU inside a matmul is")
+    r, fused = Room(run, run.kernels), cublaslt.MatmulGelu(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
     w, w2 = (run.random(*shape, scale=r.C**-0.5) for shape in ((4 * r.C, r.C), (r.C, 4 * r.C)))
     x, bias, dout, dbias, dbias2 = r.x(), r.vector(4), r.x(), r.vector(4), r.vector(4)
     pre, out, dpre, pre2, out2, dpre2 = (r.x(4) for _ in range(6))

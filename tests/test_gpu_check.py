@@ -393,7 +393,7 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     limited = {change: {(name, o["maxnreg"]) for name, o in of[change] if "maxnreg" in o} for change in changes}
     assert limited["nothing"] == limited["attention FORWARD_KEYS (32, 32)"] == set()
     assert limited[changes[1]] == {(FORWARD, 96), (QUERIES, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
-    tiles = {(name, options.get("KEYS", options.get("QUERIES")), options["num_warps"]) for name, options in launched}
+    tiles = {(name, options.get("KEYS", options.get("QUERIES")), options.get("num_warps")) for name, options in launched}
     assert {(FORWARD, 128, 4), (QUERIES, 64, 4), (KEYS, 16, 4), (KEYS, 32, 8)} <= tiles
     assert (attention.FORWARD_KEYS, attention.WARPS) == constants and "maxnreg" not in launched[-1][1]
 
@@ -450,7 +450,7 @@ def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, mo
         return next(times), 0.125
 
     monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
-    monkeypatch.setattr(gpu_algorithms, "available", lambda: "")
+    monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
     monkeypatch.setattr(gpu_algorithms, "measure", measure)
     run.cuda, record = True, new_record("")
     with torch.no_grad():
@@ -477,7 +477,7 @@ def test_a_projection_that_adds_to_the_stream_is_measured_beside_the_passes_it_r
 
     times = cycle((3.0, 4.0))
     monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
-    monkeypatch.setattr(gpu_algorithms, "available", lambda: "")
+    monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
     monkeypatch.setattr(gpu_algorithms, "measure", lambda run, *calls: ([call() for call in calls] and next(times), 0.125))
     run.cuda, run.kernels, record = True, "triton", new_record("")
     with torch.no_grad():

@@ -63,17 +63,14 @@ def autograd(function, leaves, dout, dtype):
 
 
 def judge(names, ours, function, leaves, dout, dtype, before=None, floor=1.0):
-    """Gradients `ours` against autograd in float64 and in their own type; `before` holds what accumulated ones started from.
-
-    floor  as in assert_as_good_as_eager, of all or by name
-    """
+    """Gradients `ours` against autograd in float64 and in their own type; `before` holds what accumulated ones started from."""
     _, exact = autograd(function, leaves, dout, torch.float64)
     _, eager = autograd(function, leaves, dout, dtype)
     for name, mine, want, theirs in zip(names, ours, exact, eager):
         start = (before or {}).get(name)
         if start is not None:
             want, theirs = start.double() + want, start + theirs
-        assert_as_good_as_eager(mine, theirs, want, what=name, floor=floor[name] if isinstance(floor, dict) else floor)
+        assert_as_good_as_eager(mine, theirs, want, what=name, floor=floor)
 
 
 def row_scratch(width, rows, columns=None):
