@@ -15,7 +15,8 @@ from math import e, log2, sqrt
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns, matmul_dbias
 from llmc.kernels.door import (
-    INTERPRETED, TILE_COLUMNS, TILE_ROWS, cdiv, fma, jit, narrow, next_power_of_2, range_of_program, stages_of, tile, tl, widen,
+    INTERPRETED, TILE_COLUMNS, TILE_ROWS, cdiv, fma, jit, narrow, next_power_of_2, range_of_program, stages_of, sum_over_rows, tile, tl,
+    widen,
 )  # fmt: skip
 from llmc.memory.tuning import ATTENTION_ROWS
 
@@ -165,7 +166,7 @@ def _write_gradient(place, sums, gradient, row, stride, column, T, HS: tl.conste
     """Rows of dq, dk or dv; and their sums over rows, before they are rounded."""
     there = _there(row, column, T, HS)
     tl.store(place + row[:, None] * stride + column[None, :], narrow(gradient, place.dtype.element_ty), mask=there)
-    tl.store(sums + column, tl.sum(tl.where(there, gradient, 0.0), 0), mask=column < HS)
+    tl.store(sums + column, sum_over_rows(tl.where(there, gradient, 0.0)), mask=column < HS)
 
 
 @jit
@@ -290,7 +291,7 @@ def _pack_gradients(
         packed = narrow(widen(x), dqkvr.dtype.element_ty)
         tl.store(dqkvr + row[:, None] * (3 * C) + section * C + column[None, :], packed, mask=mask)
         total += widen(packed)
-    tl.store(partials + tl.program_id(0) * stride + section * C + column, tl.sum(total, 0), mask=column < C)
+    tl.store(partials + tl.program_id(0) * stride + section * C + column, sum_over_rows(total), mask=column < C)
 
 
 def pack_gradients(dqkvr, dbias, gradients, NH, scratch, *, accumulate):

@@ -1,7 +1,7 @@
 """Sums over rows, as a fixed number of partial sums that are added in order: the same bits on any card and in any run."""
 
 from llmc.kernels import door
-from llmc.kernels.door import cdiv, jit, load, range_of_program, stages_of, store, tile, tl
+from llmc.kernels.door import cdiv, jit, load, range_of_program, stages_of, store, sum_over_rows, tile, tl
 from llmc.layers.rows import rows_of
 
 SUM_COLUMNS = 32
@@ -14,7 +14,7 @@ def _finish_columns(out0, out1, out2, partials, C, stride, PARTIALS: tl.constexp
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < C
     at = tl.arange(0, PARTIALS)[:, None] * stride + section * C + column[None, :]
-    total = tl.sum(tl.load(partials + at, mask=mask[None, :], other=0.0), 0)
+    total = sum_over_rows(tl.load(partials + at, mask=mask[None, :], other=0.0))
     out = out0
     if section == 1:
         out = out1
@@ -33,7 +33,7 @@ def _column_sums(partials, x, n_rows, rows_each, C, stride, ROWS: tl.constexpr, 
     for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
         row, mask = tile(first + i, end, column, C, ROWS)
         total += load(x + row[:, None] * C + column[None, :], mask)
-    tl.store(partials + tl.program_id(0) * stride + column, tl.sum(total, 0), mask=column < C)
+    tl.store(partials + tl.program_id(0) * stride + column, sum_over_rows(total), mask=column < C)
 
 
 def matmul_dbias(dbias, dout, scratch, *, accumulate):

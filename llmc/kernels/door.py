@@ -104,6 +104,15 @@ def tile(first, end, column, C, ROWS: tl.constexpr):
 
 
 @jit
+def sum_over_rows(x):
+    """The sums of fp32 columns. A thread of a card has few of a tile's rows, and threads are added up in pairs; the interpreter would add
+    up all rows one after the other, which is less exact, and does so in fp64."""
+    if INTERPRETED:
+        return tl.sum(x.to(tl.float64), 0).to(tl.float32)
+    return tl.sum(x, 0)
+
+
+@jit
 def fma(a, b, c):
     """a * b + c, rounded once."""
     if INTERPRETED:  # rounded twice, which shows once in 2^29 times

@@ -7,7 +7,8 @@ bytes, so all is well; bf16 has half the bytes, so there exp and the reciprocal 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
 from llmc.kernels.door import (
-    TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, rough_sigmoid_below_zero, sigmoid_below_zero, stages_of, store, tile, tl,
+    TILE_COLUMNS, TILE_ROWS, cdiv, jit, load, range_of_program, rough_sigmoid_below_zero, sigmoid_below_zero, stages_of, store,
+    sum_over_rows, tile, tl,
 )  # fmt: skip
 from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
@@ -63,7 +64,7 @@ def _gelu_backward(
         new = slope * dy
         store(d_in_out + at, new, mask)
         total += new
-    tl.store(partials + tl.program_id(0) * stride + column, tl.sum(total, 0), mask=column < C)
+    tl.store(partials + tl.program_id(0) * stride + column, sum_over_rows(total), mask=column < C)
 
 
 def gelu_forward(out, inp, scratch):

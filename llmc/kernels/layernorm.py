@@ -8,7 +8,9 @@ sums over a row are one, and nothing is masked that zeros take care of: for sm90
 
 from llmc.kernels import door
 from llmc.kernels.columns import finish_columns
-from llmc.kernels.door import cdiv, constant, fma, jit, load, narrow, range_of_program, rows_at_once, stages_of, store, tile, tl, widen
+from llmc.kernels.door import (
+    cdiv, constant, fma, jit, load, narrow, range_of_program, rows_at_once, stages_of, store, sum_over_rows, tile, tl, widen,
+)  # fmt: skip
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
 
@@ -82,10 +84,10 @@ def _layernorm_backward(
         if PROJECTION:
             proj_sum += new
     partial = partials + tl.program_id(0) * stride + column
-    tl.store(partial, tl.sum(weight_sum, 0), mask=column < C)
-    tl.store(partial + C, tl.sum(bias_sum, 0), mask=column < C)
+    tl.store(partial, sum_over_rows(weight_sum), mask=column < C)
+    tl.store(partial + C, sum_over_rows(bias_sum), mask=column < C)
     if PROJECTION:
-        tl.store(partial + 2 * C, tl.sum(proj_sum, 0), mask=column < C)
+        tl.store(partial + 2 * C, sum_over_rows(proj_sum), mask=column < C)
 
 
 def _launch_forward(out, mean, rstd, inp, residual, weight, bias, add):
