@@ -56,8 +56,12 @@ class Flag:
         return ", ".join([*map(str, self.also), f"or {number}"]) if self.also else number
 
 
+def _choice(short: tuple[str, ...], long: str, default: str | int, choices: tuple, help: str, hint: str = "") -> Flag:
+    return Flag(short, long, type(default), default, "|".join(map(str, choices)), help, choices=choices, hint=hint)
+
+
 def _on_off(short: tuple[str, ...], long: str, default: int, help: str, hint: str = "") -> Flag:
-    return Flag(short, long, int, default, "0|1", help, choices=(0, 1), hint=hint)
+    return _choice(short, long, default, (0, 1), help, hint)
 
 
 NEVER = "0 or -1 means never"
@@ -70,16 +74,16 @@ GROUPS = {
         Flag(("-j",), "val-data", str, "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "GLOB", "token shards to validate on"),
         Flag(("-e",), "model", str, "gpt2_124M_bf16.bin", "FILE|NAME", "start from a model .bin, or from random weights of a size: d12, "
              "gpt2:d48, gpt3:c768"),
-        Flag(("-o",), "output-dir", str, "", "DIR", "where the log and checkpoints go; empty writes neither"),
+        Flag(("-o",), "output-dir", str, "", "DIR", "where logs and checkpoints go; empty writes neither"),
         Flag(("-lg",), "log-gpu-every", int, -1, "STEPS", f"print the GPU's clocks, power and temperature this often; {NEVER}",
              at_least=0, also=(-1,)),
-        Flag(("-n",), "checkpoint-every", int, 0, "STEPS", f"write a checkpoint this often and at the end; {NEVER}",
-             at_least=0, also=(-1,)),
-        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "of -n's checkpoints keep so many, the newest; 0 keeps all", at_least=0),
+        Flag(("-n",), "checkpoint-every", int, 0, "STEPS",
+             f"write a checkpoint this often and at the end; {NEVER}, unless a signal stops the run", at_least=0, also=(-1,)),
+        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep this many of -n's checkpoints, the newest; 0 keeps all", at_least=0),
         Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
              at_least=0),
-        _on_off((), "async-checkpoint", 0, "write checkpoints beside training, which waits only until they are copied into host memory "
-                "that the plan counts"),
+        _on_off((), "async-checkpoint", 0, "write checkpoints while training goes on, which waits only until they are copied into host "
+                "memory that the plan counts"),
         _on_off(("-y",), "resume", 0, "go on from the complete checkpoint of the highest step in the output directory"),
     ),
     "tokens per step": (
@@ -95,15 +99,15 @@ GROUPS = {
         Flag(("-x",), "max-steps", int, -1, "STEPS", "how long to train; -1: one epoch, 0: only evaluate", at_least=0, also=(-1,)),
     ),
     "optimisation": (
-        Flag(("-k",), "lr-scheduler", str, "cosine", "cosine|linear|constant|wsd", "shape of the learning rate over the steps",
-             choices=("cosine", "linear", "constant", "wsd")),
+        _choice(("-k",), "lr-scheduler", "cosine", ("cosine", "linear", "constant", "wsd"),
+                "shape of the learning rate over the steps"),
         Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
-        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps to rise to it from zero", at_least=0, at_most=2**31 - 1),
+        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps over which it rises from zero to that", at_least=0, at_most=2**31 - 1),
         Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay",
              at_least=0),
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
-        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z", "skip updates whose loss is this many deviations up, or no number; 0 never skips",
-             at_least=0),
+        Flag(("-sl",), "skip-loss-z", float, 0.0, "Z",
+             "skip updates whose loss is this many standard deviations above the mean, or no finite number; 0 never skips", at_least=0),
         Flag(("-sg",), "skip-grad-z", float, 0.0, "Z", "the same for the gradient norm", at_least=0),
     ),
     "evaluation": (
@@ -113,51 +117,46 @@ GROUPS = {
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
-        _on_off(("-h",), "hellaswag", 0, "score HellaSwag when -v validates, but for the start, and at the end",
+        _on_off(("-h",), "hellaswag", 0, "score HellaSwag whenever -v validates except at the start, and at the end",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
     "debugging": (
-        _on_off(("-a",), "overfit-single-batch", 0, "train on the first validation batch only, over and over"),
+        _on_off(("-a",), "overfit-single-batch", 0, "train on the first validation batch alone, over and over"),
     ),
     "numerics": (
         _on_off(("-f",), "tf32", 1, "let fp32 matmuls use TF32 on a GPU that has it"),
         _on_off(("-w",), "master-weights", 1, "keep fp32 weights beside bf16 ones for the optimizer"),
-        Flag((), "master", str, "auto", "auto|fp32|bits16|none",
-             "form of the fp32 master weights: a copy, or exactly the same in the 16 bits that bf16 lacks; auto follows -w",
-             choices=("auto", "fp32", "bits16", "none")),
-        Flag((), "optimizer-state", str, "fp32", "fp32|bf16", "type of AdamW's m and v; bf16 is rounded stochastically",
-             choices=("fp32", "bf16")),
-        Flag((), "grad-dtype", str, "auto", "auto|fp32|bf16",
-             "type of the gradients; auto: that of the weights. fp32 loses nothing over many micro-steps",
-             choices=("auto", "fp32", "bf16")),
-        Flag(("-ge",), "gelu-fusion", int, 0, "0|1|2|3",
-             "fuse GELU into matmuls (CUDA): none, forward, both ways; 3: backward alone, which keeps the bits of all levels alike",
-             choices=(0, 1, 2, 3)),
-        Flag((), "kernels", str, "auto", "auto|triton|numba|torch",
-             "whose code runs what is not a matmul or a GPU's attention; auto takes Triton on a GPU, numba on a CPU, where installed",
-             choices=("auto", "triton", "numba", "torch")),
-        Flag((), "attention", str, "auto", "auto|flash|cudnn|efficient|triton",
-             "whose attention runs on a GPU; auto: triton in bf16, flash with --kernels torch or heads of more than 128 channels, "
-             "efficient in fp32. triton is this project's, all in planned memory, which no other is; cudnn does not repeat its bits",
-             choices=("auto", "flash", "cudnn", "efficient", "triton")),
+        _choice((), "master", "auto", ("auto", "fp32", "bits16", "none"),
+                "form of the fp32 master weights: a copy, or exactly the same in the 16 bits that bf16 lacks; auto follows -w"),
+        _choice((), "optimizer-state", "fp32", ("fp32", "bf16"),
+                "type of AdamW's m and v; bf16 is rounded stochastically"),
+        _choice((), "grad-dtype", "auto", ("auto", "fp32", "bf16"),
+                "type of the gradients; auto: that of the weights. In fp32 sums over many micro-steps lose far fewer bits"),
+        _choice(("-ge",), "gelu-fusion", 0, (0, 1, 2, 3),
+                "fuse GELU into matmuls (CUDA): 0 none, 1 forward, 2 both, 3 backward alone, which keeps the bits of all -r alike"),
+        _choice((), "kernels", "auto", ("auto", "triton", "numba", "torch"),
+                "whose kernels run all but matmuls and a GPU's attention; auto takes Triton on a GPU and numba on a CPU, where installed"),
+        _choice((), "attention", "auto", ("auto", "flash", "cudnn", "efficient", "triton"),
+                "whose attention runs on a GPU; auto: triton in bf16, flash with --kernels torch or heads of more than 128 channels, "
+                "efficient in fp32. triton is this project's, all in planned memory, which no other is; cudnn does not repeat its bits"),
         Flag((), "matmul", str, "auto", "NAME",
-             "whose matmuls run. On a GPU those without a bias by cublas, which is auto, or cublaslt; or fp8: those of all layers in 8 "
-             "bits, for large models on Hopper and later. On a CPU all by torch, native, or by numba, or by torch in fp32 of widened "
-             "pieces of bf16; auto takes what was fastest on processors of its kind. The bits may differ",
+             "which matmuls run; auto takes what was measured to be fastest. On a GPU cublas (auto) or cublaslt for those without a bias, "
+             "or fp8 for those of all layers, on Hopper and later. On a CPU native (torch's), numba, or widened (torch's fp32, of bf16 "
+             "converted piece by piece). Results may differ in their last bits",
              choices=("auto", "cublas", "cublaslt", "fp8", "native", "numba", "widened")),
     ),
     "memory": (
-        Flag(("-z",), "zero-stage", int, 0, "0|1|2|3", "shard optimizer state (1), gradients (2), weights (3) over processes",
-             choices=(0, 1, 2, 3)),
+        _choice(("-z",), "zero-stage", 0, (0, 1, 2, 3),
+                "shard optimizer state (1), gradients (2), weights (3) over processes"),
         Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms, 3 fc, "
              "4 qkv, 5 whole blocks, 6 segments of blocks; auto: the lowest that fits", at_least=0, also=("auto",)),
         Flag((), "offload-residual", bool, False, "", "keep the residuals between blocks in host memory (CUDA)"),
         Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
         Flag((), "memory-budget", str, "", "SIZE|CARD",
-             "what must suffice: 24GiB, or a card such as h100-80; empty: what the device has free"),
-        Flag((), "plan", bool, False, "", "print the memory plan of every -r and exit, on any machine"),
-        Flag((), "json", bool, False, "", "the plan as JSON"),
-        Flag((), "tensors", bool, False, "", "the plan of -r tensor by tensor"),
+             "memory to plan for: 24GiB, or a card such as h100-80; empty: what the device has free"),
+        Flag((), "plan", bool, False, "", "print the memory plan of every -r and exit; works on any machine"),
+        Flag((), "json", bool, False, "", "print the plan as JSON"),
+        Flag((), "tensors", bool, False, "", "print the plan of -r tensor by tensor"),
         Flag((), "ranks", int, 0, "COUNT", "processes to plan for, up to thousands; 0: those of -pn", at_least=0, at_most=2**31 - 1),
         Flag((), "link", float, 0.0, "GBITS", "Gbit/s at which a rank sends to other machines, such as 400, for the plan's times; "
              "0: unknown", at_least=0),
@@ -166,7 +165,7 @@ GROUPS = {
     "several processes": (
         _on_off((), "reduce-every-micro-step", 1, "sum gradients over processes after each micro-step, as -z 2 and 3 must, so that all "
                 "stages give the same bits; 0: -z 0 and 1 do so once a step, and send less"),
-        Flag((), "tensor-parallel", int, 1, "PARTS", "split every layer and the vocabulary over so many processes, neighbours",
+        Flag((), "tensor-parallel", int, 1, "PARTS", "split every layer and the vocabulary over this many neighbouring processes",
              at_least=1),
         _on_off((), "tp-recompute-allgather", 1,
                 "rows that --tensor-parallel gathers for a matmul: 1 gathers them again in backward, 0 keeps them"),
@@ -177,21 +176,20 @@ GROUPS = {
              "srun), tcp or fs", choices=("mpi", "fs", "tcp")),
         Flag(("-ps",), "server-ip", str, "", "HOST[:PORT]", "where rank 0 listens, for tcp; the port is 12345 if not given"),
         Flag(("-pp", "-pf"), "fs-path", str, "/tmp", "DIR", "a folder all processes share, for fs"),
-        Flag((), "timeout", int, 600, "SECONDS", "how long ranks wait for one another, at the start and in a step", at_least=1,
+        Flag((), "timeout", int, 600, "SECONDS", "how long processes wait for one another, at the start and in a step", at_least=1,
              at_most=2**31 - 1),
     ),
     "this project's own": (
         Flag((), "device", str, "auto", "auto|cpu|cuda[:N]", "where to train; auto takes a GPU if there is one",
              pattern=r"auto|cpu|cuda(:\d+)?"),
-        Flag((), "precision", str, "auto", "auto|fp32|bf16", "type of weights and activations; auto follows the model file and the device",
-             choices=("auto", "fp32", "bf16")),
+        _choice((), "precision", "auto", ("auto", "fp32", "bf16"),
+                "type of weights and activations; auto follows the model file and the device"),
         Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
         Flag((), "tokenizer", str, "", "FILE",
              "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
-        Flag((), "cuda-graph", str, "auto", "0|1|auto",
-             "run steps and evaluations as CUDA graphs, on a CPU as recorded lists of calls; auto does where it can",
-             choices=("0", "1", "auto")),
-        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core", at_least=0, at_most=1024),
+        _choice((), "cuda-graph", "auto", ("0", "1", "auto"),
+                "run steps and evaluations as CUDA graphs, on a CPU as recorded lists of calls; auto does where it can"),
+        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core that this process may use", at_least=0, at_most=1024),
         Flag((), "help", bool, False, "", "print this and exit"),
         Flag((), "version", bool, False, "", "print the version and exit"),
     ),
@@ -202,7 +200,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
     0: "done, or stopped by a signal, with a checkpoint if there is -o",
-    OUTPUT_CODE: "output lost (a checkpoint if there is -o), or a fault, with traceback",
+    OUTPUT_CODE: "nothing can be printed (-o keeps a checkpoint), or a fault with traceback",
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
