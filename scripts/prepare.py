@@ -30,12 +30,13 @@ import numpy as np
 from tqdm import tqdm
 
 from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
-from llmc.data.tokenizer import Encoder, GPT2Encoder, load_encoder
+from llmc.data.tokenizer import Encoder, GPT2Encoder, Tokenizer, load_encoder
 from llmc.errors import UserError, file_error
 from llmc.files import write_atomically
 
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
 GOES_ON = "interrupted; the same command goes on after the last shard that was written"
+BEGINS_ANEW = "interrupted; the same command begins again, without downloading what is there"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 PIECE_CHARS = 1 << 14  # such a text is cut into documents of at most this: 4 sequences of 1024 tokens
 SILENCE_S = 30.0  # how long a download may stand still
@@ -112,12 +113,25 @@ def start(args: argparse.Namespace) -> Encoder:
 
 
 def finish(args: argparse.Namespace, encoder: Encoder, train: str, val: str) -> None:
-    """Write the tokenizer file, last so that it cannot come to lie beside another encoder's shards; print how to train."""
-    path = args.tokenizer or args.output / "gpt2_tokenizer.bin"
-    encoder.tokenizer().write(path)
-    print(f"wrote {path}: decodes these tokens")
+    """Write the tokenizer file, last so that it cannot come to lie beside another encoder's shards; print how to train.
+
+    One that decodes these tokens, and perhaps more that other shards beside it have, stays.
+    """
+    path, tokenizer = args.tokenizer or args.output / "gpt2_tokenizer.bin", encoder.tokenizer()
+    found = _decodes(path, tokenizer)
+    if not found:
+        tokenizer.write(path)
+    print(f"{'found' if found else 'wrote'} {path}: decodes these tokens")
     folder = Path(glob.escape(str(args.output)))
     print(f'train on them with: python train_gpt2.py -i "{folder / train}" -j "{folder / val}"')
+
+
+def _decodes(path: Path, tokenizer: Tokenizer) -> bool:
+    """Whether there is a tokenizer file that decodes all that this one does; one that cannot be read does not."""
+    try:
+        return path.exists() and tokenizer.is_part_of(Tokenizer.read(path))
+    except UserError:
+        return False
 
 
 def make_folder(folder: Path) -> None:
@@ -390,6 +404,8 @@ def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argp
     """
     encoder, every = start(args), getattr(args, "val_every", VAL_EVERY)
     if_empty = f"1 document in {every} is for validation, number {every // 2} the first, so give more text"
+    if hasattr(args, "val_every"):
+        if_empty += ", or a smaller --val-every (2 needs two documents)"
 
     def part(validation: bool) -> Iterator[str]:
         return (text for number, text in enumerate(documents()) if (number % every == every // 2) == validation)

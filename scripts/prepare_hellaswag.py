@@ -52,4 +52,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, prepare.GOES_ON)
+    run_script(main, prepare.BEGINS_ANEW)

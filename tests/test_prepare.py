@@ -204,6 +204,25 @@ def test_text_jsonl_and_parquet_become_documents(tmp_path):
     assert Tokenizer.read(tmp_path / "out" / "gpt2_tokenizer.bin").vocab_size == 50257
 
 
+def test_a_tokenizer_file_that_knows_more_than_the_new_tokens_stays(tmp_path):
+    """GPT-2's decodes bytes too, and other shards beside these may need it. What decodes them otherwise, or not at all, is replaced."""
+    (tmp_path / "a.txt").write_text("word " * 10_000)
+    path = tmp_path / "out" / "gpt2_tokenizer.bin"
+    argv = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--val-every", "2", *BYTES]
+    prepare_text.main(argv)
+    plain = Tokenizer.read(path)
+    table = [*plain.table[:256], *(b"pair %d" % i for i in range(256, plain.vocab_size))]
+    more = Tokenizer(table, plain.end_of_text)
+    for kept, written in ((True, more), (False, Tokenizer([b"?", *table[1:]], plain.end_of_text)), (False, Tokenizer(table[:300], 299))):
+        written.write(path)
+        before = path.read_bytes()
+        prepare_text.main(argv)
+        assert (path.read_bytes() == before) == kept
+    path.write_bytes(b"damaged")
+    prepare_text.main(argv)
+    assert Tokenizer.read(path).table == plain.table
+
+
 def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
     paragraphs = [f"Paragraph {i}.\n" + "word " * (i % 900) + "\n\n" for i in range(200)]
     (tmp_path / "a.txt").write_text("".join(paragraphs))
@@ -232,7 +251,11 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
         ),
         ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl:1 is not JSON \\(maximum recursion depth .*; mend or remove this line$"),
         ("a.txt", b"abc\xff", "a.txt is not UTF-8 text"),
-        ("a.txt", b"", "there are no documents for .*1 document in 20 is for validation, number 10 the first"),
+        (
+            "a.txt",
+            b"",
+            "there are no documents for .*1 document in 20 is for validation, number 10 the first, .*, or a smaller --val-every",
+        ),
         ("a.doc", b"abc", "a.doc: expected a .txt or .md or .rst or .py or .jsonl or .parquet file"),
     ],
 )

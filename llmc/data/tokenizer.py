@@ -45,6 +45,12 @@ class Tokenizer:
                 )
         return b"".join(self.table[i] for i in ids)
 
+    def is_part_of(self, other: "Tokenizer") -> bool:
+        """Whether the other decodes all that this one knows, and to the same bytes."""
+        return (self.vocab_size, self.end_of_text) == (other.vocab_size, other.end_of_text) and all(
+            mine in (theirs, UNKNOWN) for mine, theirs in zip(self.table, other.table)
+        )
+
     @classmethod
     def read(cls, path) -> "Tokenizer":
         """Read a tokenizer file of version 1 or 2. Raises UserError if it is missing, damaged or of another kind."""
