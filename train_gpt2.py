@@ -5,7 +5,7 @@
 
 The program, top to bottom: opening what the flags ask for, building it, the loop. What it uses:
 
-what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, cores, cards
+what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, processor, host, cores, cards
 the model     llmc/: gpt2 (stages over named views, forward and backward), graphs
 layers        llmc/layers/: encoder layernorm matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
               adamw rounding rows
@@ -21,15 +21,16 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import __version__
-from llmc.backend import Backend, choose_precision, likely_device_kind, measure_matmul_tflops, open_backend
+from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
 from llmc.clock import StepClock
@@ -56,6 +57,7 @@ from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
+from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
     Source, check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
@@ -65,9 +67,10 @@ from llmc.request import (
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
 
-LESS_AFTER_FAILURE = 0.9  # of a plan that should have fitted and did not
-BATCHES_HEARD = {"cpu": 1, "cuda": 8}  # of an evaluation: how often ranks ask who heard a signal, for which a GPU's host waits
-SAMPLE_STATE = 1337  # afresh for every sample, so that samples of different steps compare
+LESS_AFTER_FAILURE = 0.9  # ways to fit are then sought in this share of the plan that should have fitted and did not
+# evaluations ask whether some rank heard a signal every so many calls of the model: to ask, the host waits for a GPU
+CALLS_PER_STOP_CHECK = {"cpu": 1, "cuda": 8}
+SAMPLE_STATE = 1337  # of the random numbers, anew for every sample, so that samples of different steps can be compared
 
 
 def main(argv=None) -> int:
@@ -104,6 +107,30 @@ def main(argv=None) -> int:
 
 # ----------------------------------------------------------------------------
 # everything that training needs, from the device to the last file
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a training step gave, once the host knows it."""
+
+    loss: float
+    norm: float  # of the gradient, before clipping
+    loss_z: float  # z-scores, as OutlierDetector has them
+    norm_z: float
+    checkpoints_written: int  # by all ranks, when the step ran
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A training step that was given to the device, which may be at work on it."""
+
+    step: int
+    started: object  # marks of the device, as StepClock has them
+    ended: object
+    lr: float
+    read: Callable[[], list[float]]  # waits for the step's numbers, which judge takes
+    judged: Judged | None  # already, where the update depended on it
+    skipped: bool  # whether the update was left out
 
 
 class Run(SimpleNamespace):
@@ -150,13 +177,17 @@ class Run(SimpleNamespace):
 def open_run(s: Settings, until_end: ExitStack) -> Run:
     """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
     refuse_contradictions(s)
+    if sys.platform != "linux":
+        raise UserError(
+            f"training needs Linux, and this is {sys.platform}; use a Linux machine, or WSL 2 on Windows; --plan works anywhere"
+        )
     place = find_place(s)
     prepare_torch(place)
     threads_wait = place.num_processes == 1 and s.threads != 1 and likely_device_kind(s.device) == "cpu"
     said = sleep_soon_where_busy() if threads_wait else []
     world = meet_world(place, s.timeout)
     if world.rank > 0:
-        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
     with told(world):
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
@@ -172,7 +203,7 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     """Decide what is left to decide, and plan. said: notes so far."""
     world.progress("planning")
     config = source.config
-    precision = choose_precision(source.precision or s.precision, backend)
+    precision = choose_precision(s.precision, backend, of_file=source.precision)
     check_agreement(s, source, precision, world)
     s, reasons = settle_kernels_of(s, backend)
     options = plan_options(s, config, precision, backend.kind, world, backend.processors())
@@ -260,7 +291,7 @@ def open_data(run):
     run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
-    run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(train_data).parent) if s.sample_every > 0 else (), vocab_size)
+    run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(run.train_loader.paths[0]).parent) if s.sample_every > 0 else (), vocab_size)
     run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
     if run.max_steps == 0 and s.max_steps == -1:
         raise UserError(
@@ -327,7 +358,7 @@ def build_model(run):
 
 @contextmanager
 def memory_explained(run):
-    """Turn an allocator's refusal inside into NotEnoughMemory. Ways to fit are then sought below the plan that did not."""
+    """Turn an allocator's refusal inside into NotEnoughMemory, whose ways to fit take less than the plan that was refused."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -346,7 +377,10 @@ def memory_explained(run):
 
 
 def train(s: Settings) -> OSError | None:
-    """Train as the flags say, from opening the device to the last checkpoint. Why it stopped, if it was as nothing could be printed."""
+    """Train as the flags say, from opening the device to the last checkpoint.
+
+    Returns the error of print if the run ended because nothing could be printed any more, else None.
+    """
     with ExitStack() as until_end:
         run = open_run(s, until_end)
         with told(run.world), memory_explained(run):
@@ -358,7 +392,7 @@ def train(s: Settings) -> OSError | None:
 
 
 def loop(run) -> OSError | None:
-    """Train for -x steps: every diagnostic that is due, then the step. Why it stopped, if it was as nothing could be printed.
+    """Train for -x steps: every diagnostic that is due, then the step. Returns what train returns.
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
@@ -366,14 +400,14 @@ def loop(run) -> OSError | None:
     clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run))
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
-    if start > run.max_steps:  # resume has said so
+    if start > run.max_steps:  # resume has printed that nothing is left to do
         return None
     look_ahead(run, start - 1)
     agree_to_stop(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
         for is_due, diagnose in diagnostics:
-            stopping = stop.agreed
+            stopping = stop.agreed  # after the loop: as the checkpoint saw it. A signal that came later is answered after one more step
             if is_due(run, step, last, stopping):
                 finish_step(run, clock, launched)
                 launched = None
@@ -391,15 +425,16 @@ def loop(run) -> OSError | None:
     return end_run(run, clock, step)
 
 
-def step_ahead(run, clock, step: int, before: SimpleNamespace | None) -> SimpleNamespace | None:
-    """Launch a step, then finish the one before, if it is not yet. What was launched, where a GPU works on it; else it is finished too."""
-    if may_skip(run.settings):  # what is said of this step then belongs after the line of the last
+def step_ahead(run, clock, step: int, before: Launched | None) -> Launched | None:
+    """Launch a step, then finish the one before, if that is still to do. Returns what was launched if a GPU now works on it; a CPU is done
+    with it, so it is finished here too."""
+    if may_skip(run.settings):  # "skipping update" of this step is printed at once, and belongs after the line of the step before
         finish_step(run, clock, before)
         before = None
     run.world.progress(f"step {step}")
     try:
         launched = launch_step(run, clock, step)
-    except BaseException:  # what was done is logged all the same, if it can be; what went wrong is the matter
+    except BaseException:  # the step before is done and is logged if possible; the error to tell is this one
         with suppress(Exception):
             finish_step(run, clock, before)
         raise
@@ -411,7 +446,7 @@ def step_ahead(run, clock, step: int, before: SimpleNamespace | None) -> SimpleN
 
 
 def end_run(run, clock, step: int) -> OSError | None:
-    """Complete the checkpoint, the record and the logs of a run that ends at this step, whether it was asked to or is done."""
+    """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done. Returns what train returns."""
     run.checkpoints.complete()
     if run.checkpoints.unproven is not None:
         prove_last(run, step)
@@ -419,14 +454,15 @@ def end_run(run, clock, step: int) -> OSError | None:
     run.record.end(step, clock.average_ms, run.total_batch_size)
     run.log.close()
     run.speed_log.close()
-    agree_to_stop(run)  # as nothing of these could be written, for one
+    agree_to_stop(run)  # one of these files may have failed
     if run.stop.agreed:
         end_on_failure(run)
     return run.stop.lost_output
 
 
 def steps_of_setting_up(run) -> int:
-    """The first; and with CUDA graphs the second, which captures them. A CPU's recording takes some milliseconds of it."""
+    """How many steps at the start are left out of the averages: the first, and with CUDA graphs the second, which captures them. A CPU's
+    recording costs only milliseconds."""
     return 2 if run.graphs and run.backend.asynchronous else 1
 
 
@@ -450,37 +486,35 @@ def on_period(period: int, step: int, last: bool) -> bool:
     return last or period > 0 and step > 0 and step % period == 0
 
 
-def launch_step(run, clock, step: int) -> SimpleNamespace:
-    """Give the device one training step; what finish_step needs."""
+def launch_step(run, clock, step: int) -> Launched:
+    """Give the device one training step."""
     run.checkpoints.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
         loader.rewind(accum)
-    launched = SimpleNamespace(step=step, started=clock.start(), judged=None, skipped=False)
+    started = clock.start()
     for micro_step in range(accum):
         run.world.moved()
         run.last_batch = inputs, targets = loader.next_batch()  # (B, T) int64
         model.train(inputs, targets, accum, micro_step, loader.token_order())
     look_ahead(run, step)
-    model.sharing.wants_to_stop, model.sharing.checkpoints_written = run.stop.requested, run.checkpoints.written
+    model.sharing.tell_with_norm(wants_to_stop=run.stop.requested, checkpoints_written=run.checkpoints.written)
     grad_norm = model.grad_norm()
-    launched.reading = run.backend.read_later(model.acts["loss_sum"], grad_norm, model.sharing.stops, model.sharing.written_by_all)
-    launched.lr = learning_rate(
+    read = run.backend.read_later(model.acts["loss_sum"], grad_norm, model.sharing.stops, model.sharing.written_by_all)
+    lr = learning_rate(
         s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
     )
-    if may_skip(s):  # then the update waits until loss and norm are known here
-        launched.judged = judge(run, launched)
-        launched.skipped = skipped(run, launched.judged)
-    if not launched.skipped:
-        model.update(launched.lr, s.weight_decay, step + 1, grad_norm)
-    launched.ended = clock.end()
-    return launched
+    judged = judge(run, read) if may_skip(s) else None  # the update then waits until loss and norm are known here
+    skips = judged is not None and skip_update(run, judged)
+    if not skips:
+        model.update(lr, s.weight_decay, step + 1, grad_norm)
+    return Launched(step, started, clock.end(), lr, read, judged, skips)
 
 
 def look_ahead(run, step: int):
-    """Check what the next step trains on while the device is busy with this one: data that it cannot take end the run after a checkpoint.
+    """Check the data of the next step while the device is busy with this one: if they cannot be used, the run writes a checkpoint and ends.
 
-    Several ranks agree to stop when they read this step's numbers. Where the next step is launched before that, two steps are checked.
+    Several ranks agree to stop when they read this step's numbers. Where the next one is launched before that, two steps' data are checked.
     """
     loader, steps = run.train_loader, 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
     with bad_data_stops(run):
@@ -492,7 +526,7 @@ def look_ahead(run, step: int):
 
 @contextmanager
 def bad_data_stops(run):
-    """What cannot be read inside is a reason to stop, on which all ranks have yet to agree."""
+    """A UserError inside asks the run to stop, which all ranks have yet to agree on, instead of ending it at once."""
     try:
         yield
     except UserError as error:
@@ -500,7 +534,7 @@ def bad_data_stops(run):
 
 
 def end_on_failure(run):
-    """All ranks end here, if any of them met something that it cannot go on with: the lowest of those says it."""
+    """End all ranks if any of them met an error that it cannot go on with: the lowest such rank prints its error."""
     world, error, newest, folder = run.world, run.stop.error, run.checkpoints.newest, run.settings.output_dir
     speaker = smallest(world, world.rank if error else world.num_processes)
     if speaker == world.rank:
@@ -514,25 +548,25 @@ def end_on_failure(run):
 
 
 def may_skip(s: Settings) -> bool:
-    """Whether -sl or -sg decide about updates."""
+    """Whether -sl or -sg are given, so that an update depends on its loss and norm."""
     return s.skip_loss_z > 0 or s.skip_grad_z > 0
 
 
-def judge(run, launched) -> SimpleNamespace:
-    """Loss and norm of a step, with their z-scores (OutlierDetector); and how many checkpoints all ranks had written by then."""
-    loss_sum, norm, stops, written = launched.reading()
+def judge(run, read: Callable[[], list[float]]) -> Judged:
+    """Wait for a step's numbers. With them comes whether a rank was asked to stop, which all ranks then agree on."""
+    loss_sum, norm, stops, written = read()
     run.stop.agreed |= stops > 0
     loss = loss_sum / run.model.tokens(run.grad_accum_steps)
     loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
-    return SimpleNamespace(loss=loss, norm=norm, loss_z=loss_z, norm_z=norm_z, checkpoints_written=written)
+    return Judged(loss, norm, loss_z, norm_z, checkpoints_written=int(written))
 
 
-def finish_step(run, clock, launched: SimpleNamespace | None):
+def finish_step(run, clock, launched: Launched | None):
     """Wait for a step that was launched, if any, print it and log it."""
     if launched is None:
         return
     s, step = run.settings, launched.step
-    judged = launched.judged or judge(run, launched)
+    judged = launched.judged or judge(run, launched.read)
     dt = clock.count(launched.started, launched.ended)
     mfu = model_flops_utilization(run.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
     print(format_step_line(
@@ -540,7 +574,7 @@ def finish_step(run, clock, launched: SimpleNamespace | None):
         dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
     ), flush=True)  # fmt: skip
     if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
-        print(device_line(run.backend), flush=True)
+        print_device_state(run)
     run.log.train(step, judged.loss, launched.lr, judged.norm)
     run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
     run.record.phase("first step", step)
@@ -552,8 +586,16 @@ def finish_step(run, clock, launched: SimpleNamespace | None):
         refuse_numbers_lost(run, step + 1, found)
 
 
+def print_device_state(run):
+    """-lg's line. The library that answered at the start may fail later, which is no reason to end the run."""
+    try:
+        print(device_line(run.backend), flush=True)
+    except UserError as error:
+        print(f"note: {error}", flush=True)
+
+
 def prove_last(run, step: int):
-    """One more loss, of the batch trained last, or the next, for a checkpoint after which nothing was trained or validated."""
+    """Compute one more loss, to prove a checkpoint after which nothing was trained or validated: on the batch trained last, or the next."""
     run.world.progress(f"step {step}, one more loss")
     if run.last_batch is None:
         with bad_data_stops(run):
@@ -569,46 +611,46 @@ def prove_last(run, step: int):
 
 
 def refuse_numbers_lost(run, step: int, found: str):
-    """End the run: weights that give no number, or are none, must not replace a good checkpoint, nor be what -y 1 finds."""
+    """End the run: weights that give no finite loss must neither replace a good checkpoint nor be what -y 1 finds."""
     kept = run.checkpoints.disown()
     advice = "look at the data and at the weights that it began with"
     if step > (run.resume_step or 0):  # an update may have brought it about
         advice = f"lower -l, raise -u, {'' if may_skip(run.settings) else 'skip such updates with -sg, '}or {advice}"
-    end_alike(run, UserError(f"step {step}: {found}; {advice}" + f"; {kept}" * bool(kept)), INPUT_CODE)
+    end_alike(run, UserError("; ".join(filter(None, (f"step {step}: {found}", advice, kept)))), INPUT_CODE)
 
 
 def end_alike(run, error: BaseException, code: int):
-    """All ranks end here, for the same reason: rank 0 says it."""
+    """End all ranks, which come here for the same reason: rank 0 prints it."""
     raise error if run.world.rank == 0 else RankLost(str(error), code, said_elsewhere=True)
 
 
 def agree_to_stop(run):
-    """Let all ranks know whether one of them was asked to stop. All must come here."""
+    """Tell all ranks whether one of them was asked to stop. Collective: all ranks must call it."""
     if run.model.sharing.anybody(run.stop.requested):
         run.stop.agreed = True
 
 
-def evaluation_ends(run, what: str, batch: int) -> bool:
-    """Whether a signal ends an evaluation before this batch, on all ranks alike; they make the same calls."""
-    run.world.progress(f"{what}, batch {batch}")
-    if batch % BATCHES_HEARD[run.backend.kind] == 0:
+def evaluation_ends(run, what: str, call: int) -> bool:
+    """Whether a signal ends an evaluation or a sample before this call of the model, on all ranks alike: all make the same calls."""
+    run.world.progress(f"{what}, call {call}")
+    if call % CALLS_PER_STOP_CHECK[run.backend.kind] == 0:
         agree_to_stop(run)
     return run.stop.agreed
 
 
 def validate(run, step):
-    """Mean loss over the validation batches, always the same ones. As many are read at a time as ranks compute without asking each other
-    whether one has to stop."""
+    """Mean loss over the validation batches, always the same ones. Data are checked ahead for as many batches as lie between two stop
+    checks."""
     with bad_data_stops(run):
         run.val_loader.reset()
-    means, at_once = [], BATCHES_HEARD[run.backend.kind]
+    means, at_once = [], CALLS_PER_STOP_CHECK[run.backend.kind]
     for batch in range(run.val_batches):
         if batch % at_once == 0:
             with bad_data_stops(run):
                 run.val_loader.look_ahead(min(at_once, run.val_batches - batch))
         if evaluation_ends(run, f"step {step}, validate", batch):
             return
-        means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read at the end: the next batch need not wait
+        means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read after the loop, so no batch waits for another
     loss = mean_over_ranks(run, means)
     print(f"val loss {loss:f}", flush=True)
     run.log.val(step, loss)
@@ -625,7 +667,7 @@ def mean_over_ranks(run, means) -> float:
 
 
 class Stopped(Exception):
-    """A signal came in the middle of an evaluation."""
+    """A signal stopped an evaluation before its end."""
 
 
 def evaluate(run, step):
@@ -654,7 +696,8 @@ def sample(run, step):
     rng, token, tokens = XorShift(SAMPLE_STATE), run.plan.options.config.end_of_text, []
     print("generating:\n---")
     for position in range(run.settings.sample_length - 1):
-        run.world.progress(f"step {step}, sample, token {position}")
+        if evaluation_ends(run, f"step {step}, sample", position):
+            break
         token = sample_softmax(run.model.next_logits(token, position), rng.f32())
         tokens.append(token)
     if run.tokenizer:
@@ -666,9 +709,9 @@ def sample(run, step):
     run.record.phase("sampling", step)
 
 
-def skipped(run, judged) -> bool:
-    """Whether -sl or -sg call for leaving this update out, as it lies too far up or is no number; then the step's values leave the outlier
-    windows too."""
+def skip_update(run, judged: Judged) -> bool:
+    """Whether -sl or -sg leave this update out, as its loss or norm is too many deviations up, or no number. If so it is printed, and the
+    step's values are taken out of the outlier windows again."""
     s = run.settings
     for what, x, z, limit in (("loss", judged.loss, judged.loss_z, s.skip_loss_z), ("grad", judged.norm, judged.norm_z, s.skip_grad_z)):
         if limit > 0 and (z > limit or not isfinite(x)):  # a z-score is nan until its window is full
@@ -695,16 +738,16 @@ def checkpoint(run, step: int):
 
 @contextmanager
 def checkpoint_kept(run):
-    """Whatever ends a run of one rank, a checkpoint that is being written is written to its end, and counts.
+    """Whatever ends a run of one rank, a checkpoint that is being written beside training is completed first, and counts.
 
-    One of several does not wait: the others should hear at once why it ends, and without them its part counts for nothing. The watch
-    may end it in the middle of a file, which is then a temporary one; the checkpoint before stands.
+    One rank of several does not wait: the others should hear at once why it ends, and without their files its own count for nothing. The
+    watch may end it in the middle of a file, which then has only its temporary name; the checkpoint before stands.
     """
     try:
         yield
     except BaseException:
         if run.world.num_processes == 1:
-            with suppress(OSError):  # there may be nobody to print to
+            with suppress(OSError):  # printing may be what failed
                 try:
                     run.checkpoints.complete_alone()
                 except UserError as error:
@@ -713,7 +756,7 @@ def checkpoint_kept(run):
 
 
 def resume(run):
-    """Become the run that wrote the newest checkpoint, however many ranks it had, and in whatever batches it counted."""
+    """Take up the state of the run that wrote the newest checkpoint, whatever its number of ranks and its -b were."""
     from llmc.checkpoint.saved_state import SavedState
     from llmc.checkpoint.snapshot import load_snapshot
     from llmc.data.resume import plan_resume
@@ -724,7 +767,7 @@ def resume(run):
     ranks = range(saved.num_processes)
     states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
     try:
-        loader.check_shuffle(states[0].should_shuffle)  # before its shards are compared, which -a 1 replaces
+        loader.check_shuffle(states[0].should_shuffle)  # before the shards are compared: -a 1 trains on others
         continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
     except UserError as error:
         raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
@@ -737,7 +780,7 @@ def resume(run):
 
 
 def adopt(run, extra: dict):
-    """Take over what the state file has no room for, nothing of llm.c's. Raises UserError where it is damaged."""
+    """Take over the outlier windows, which llm.c's state file has no room for. Raises UserError where the extra file is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
     if not extra:
         print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")

@@ -1,21 +1,17 @@
 """The one place that knows devices: which one a run uses, in which precision, with how much memory."""
 
-import ctypes
 import os
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from llmc.errors import UserError
+from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, usable_processors
+from llmc.processor import cpu_gains_from_bf16, cpu_name, likely_precision
 
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt", "fp8": "cublas"}
-CPU_INFO = "/proc/cpuinfo"
-ZEN_2_MODELS = 0x30  # and later, of family 23
-ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
-CPU_MATMULS = ("native", "numba", "widened")  # --matmul on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,97 +126,6 @@ class Backend:
         return peak_resident_bytes()
 
 
-def _cpu_line(*names) -> list[str]:
-    """The words of the first line of that name about the processor, which --plan knows without importing torch."""
-    return _line_of(CPU_INFO, names)
-
-
-@cache
-def _line_of(path, names) -> list[str]:
-    try:
-        with open(path) as f:
-            return next((line for line in f if line.lower().startswith(names)), "").split()
-    except OSError:
-        return []
-
-
-def cpu_has_native_bf16() -> bool:
-    """Whether the processor multiplies bf16 itself: x86 or Arm. Without that, and without AVX-512, bf16 matmuls of torch 2.13 were
-    measured a hundred times as slow as fp32's."""
-    return "avx512_bf16" in _cpu_line("flags") or cpu_has_amx() or "bf16" in _cpu_line("features")
-
-
-def cpu_pairs_bf16() -> bool:
-    """Whether AVX-512's instruction that multiplies pairs of bf16 is faster than fp32's of widened ones: Intel's is half as fast, since
-    there is AVX-512 for fp16."""
-    flags = _cpu_line("flags")
-    return "avx512_bf16" in flags and "avx512_fp16" not in flags
-
-
-def cpu_has_amx() -> bool:
-    """Whether the processor multiplies tiles of bf16 for this process."""
-    return "amx_bf16" in _cpu_line("flags") and linux_grants_amx()
-
-
-@cache
-def linux_grants_amx() -> bool:
-    """Ask for the registers of AMX, which Linux gives to whoever asks: to all threads of this process, and those that it forks."""
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
-
-
-def cpu_gains_from_bf16() -> bool:
-    """Whether torch's matmuls of bf16 are faster than those of fp32: by that instruction, by tiles or on Arm."""
-    return cpu_pairs_bf16() or cpu_has_amx() or "bf16" in _cpu_line("features")
-
-
-def cpu_is_zen_1() -> bool:
-    """AMD's first Zen, or its shrink: models of family 23 before Zen 2's."""
-    vendor, family, model = (_cpu_line(name)[-1:] for name in ("vendor_id", "cpu family", "model\t"))
-    return (vendor, family) == (["AuthenticAMD"], ["23"]) and int(model[0]) < ZEN_2_MODELS
-
-
-def cpu_favours_numba(precision: str) -> bool:
-    """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
-    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. On AMD's first Zen: steps of d12 of 256 and 1024 tokens by a twentieth in
-    fp32, a fifth and a twentieth in bf16. On its third, and taken to be so on its second: steps of d6 and d12 of 256 to 4096 tokens by a
-    sixth to nothing in bf16; in fp32 slower by up to a twelfth. On Intel with AVX-512 for bf16 and fp16 by a third in bf16, with AMX and
-    without; in fp32 slower by a twentieth."""
-    vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
-    if "AuthenticAMD" in vendor:
-        return "avx512_bf16" in flags or cpu_is_zen_1() or (precision == "bf16" and "avx2" in flags)
-    return "GenuineIntel" in vendor and precision == "bf16" and {"avx512_bf16", "avx512_fp16"} <= set(flags)
-
-
-def likely_device_kind(device: str) -> str:
-    """cpu or cuda, without touching a device or importing torch: what --plan assumes."""
-    if device != "auto":
-        return device.partition(":")[0]
-    return "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
-
-
-def likely_precision(precision: str, kind: str) -> str:
-    """fp32 or bf16 for a model made from a descriptor, without touching a device: what --plan assumes."""
-    if precision != "auto":
-        return precision
-    return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
-
-
-def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
-    """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. On a GPU native or fp8."""
-    if kind != "cpu":
-        return "fp8" if matmul == "fp8" else "native"
-    if matmul != "auto":
-        return matmul
-    if kernels == "numba" and cpu_favours_numba(precision):
-        return "numba"
-    return "native" if precision == "fp32" or cpu_gains_from_bf16() else "widened"
-
-
-def likely_factors(kind: str, precision: str) -> str:
-    """fp32 or bf16: what numba's kernels multiply on this CPU. On a GPU, where there are none, as the weights."""
-    return precision if kind != "cpu" or cpu_pairs_bf16() or cpu_has_amx() else "fp32"
-
-
 def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") -> Backend:
     """Choose and prepare the device. Raises UserError where what was asked for is not there.
 
@@ -232,8 +137,8 @@ def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") ->
     import torch
 
     torch.set_grad_enabled(False)
-    if threads:  # else torch's choice: one per physical core that this process may use
-        torch.set_num_threads(threads)
+    # torch's own choice is one per physical core that this process may run on
+    torch.set_num_threads(threads or usable_processors(torch.get_num_threads()))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -314,14 +219,19 @@ def copy_in(out, values):
     out.copy_(values.view(out.shape), non_blocking=True)
 
 
-def choose_precision(precision: str, backend: Backend) -> str:
-    """fp32 or bf16 for a model made from a descriptor: bf16 wherever the hardware has it."""
+def choose_precision(asked: str, backend: Backend, of_file: str | None = None) -> str:
+    """fp32 or bf16: that of the model file, or else what was asked for, or with auto bf16 wherever the hardware has it.
+
+    Raises UserError for bf16 on a GPU that does not compute in it.
+    """
+    wanted = of_file or asked
     if backend.kind == "cpu":
-        return likely_precision(precision, "cpu")
+        return likely_precision(wanted, "cpu")
     native = backend.capability() >= (8, 0)
-    if precision == "bf16" and not native:
-        raise UserError(f"--precision bf16: {backend.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32")
-    return precision if precision != "auto" else ("bf16" if native else "fp32")
+    if wanted == "bf16" and not native:
+        what, advice = ("the model file is bf16", "start from an fp32 file") if of_file else ("--precision bf16", "use --precision fp32")
+        raise UserError(f"{what}, and {backend.name} has no bf16 arithmetic (SM80 or later has); {advice}")
+    return wanted if wanted != "auto" else ("bf16" if native else "fp32")
 
 
 def measure_matmul_tflops(backend: Backend, precision: str, others=(), seconds: float = 0.5) -> float:
@@ -349,59 +259,3 @@ def measure_matmul_tflops(backend: Backend, precision: str, others=(), seconds: 
         del a, b, out
         torch.cuda.empty_cache()  # or what is free would be counted without them
     return 2 * n**3 / best / 1e12
-
-
-def cpu_name() -> str:
-    """The processor's name and the number of cores that this process may use."""
-    try:
-        with open(CPU_INFO) as f:
-            names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak_resident_bytes() -> int:
-    """The highest resident memory of this process so far (Linux)."""
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
-
-
-def available_host_bytes(mount: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory the machine could still hand out without swapping, or the container or job that this process belongs to, if one has a limit
-    (Linux). What caches files is free."""
-    with open("/proc/meminfo") as f:
-        fields = dict(line.split(":", 1) for line in f)
-    left = [int(fields["MemAvailable"].split()[0]) * 1024]
-    for folder, limit_name, used_name, prefix in _control_groups(mount, groups):
-        with suppress(OSError, ValueError, KeyError):  # no such file, as outside of what a container sees, or "max"
-            limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
-            kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            left.append(limit - used + int(kinds[prefix + "active_file"]) + int(kinds[prefix + "inactive_file"]))
-    return max(0, min(left))
-
-
-def _control_groups(mount: Path, groups: Path):
-    """This process's own and all above it, any of which may limit memory: folder, names of the files with limit and use, and what a name
-    in its memory.stat begins with where it counts the groups below too. Source: Linux, cgroup-v2.rst and cgroup-v1/memory.rst."""
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            root, names = mount, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts) + 1):
-            yield root.joinpath(*parts[:depth]), *names

@@ -14,10 +14,10 @@ class Logger:
     """DIR/main.log, one line per measurement; without a folder, nothing. Each line is with the operating system when its call returns, but
     for those before the first training step, which wait for it, or for the end.
 
-    So what refuses or ends a run before it has trained leaves the log of an earlier one. Then a fresh run (resume_step None) empties the
-    file. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped first. llm.c leaves them, and a plot then runs
-    backwards: steps s.. appear twice. The weights those lines measured are gone, and the resumed run measures the same steps again, so the
-    file reads as if nothing had happened.
+    So a run that is refused, or ends before it has trained, leaves the log of an earlier one. A fresh run (resume_step None) that trains
+    empties the file first. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped first. llm.c leaves them,
+    and a plot then runs backwards: steps s.. appear twice. The weights those lines measured are gone, and the resumed run measures the same
+    steps again, so the file reads as if nothing had happened.
 
     What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
 
@@ -25,7 +25,8 @@ class Logger:
     """
 
     def __init__(self, folder: str | Path | None, resume_step: int | None = None, name: str = LOG_NAME, failed=raise_error):
-        self._file, self._kept, self._resume_step, self._failed, self._waiting = None, frozenset(), resume_step, failed, []
+        self._resume_step, self._failed = resume_step, failed
+        self._file, self._path, self._kept, self._waiting = None, None, frozenset(), []
         if not folder:
             return
         self._path = Path(folder) / name
@@ -51,8 +52,10 @@ class Logger:
         self._write(f"s:{step} ms:{dt_ms:.2f} tok/s:{tokens_per_s:.1f}\n")
 
     def close(self) -> None:
-        """The run is over: write no more."""
-        self._write("")
+        """The run is over. If it is a fresh one that has not trained, lines of an earlier run stay, and its own are not written."""
+        is_idle = self._waiting is not None and self._resume_step is None
+        if self._file and not (is_idle and has_lines(self._path)):
+            self._write("")
         self._let_go()
 
     def _write(self, line: str, waits=False) -> None:
@@ -90,6 +93,14 @@ class Logger:
         file, self._file = self._file, None
         if file:
             file.close()
+
+
+def has_lines(path: str | Path) -> bool:
+    """Whether a log is there with something in it."""
+    try:
+        return os.path.getsize(path) > 0
+    except OSError:
+        return False
 
 
 def format_step_line(

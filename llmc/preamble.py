@@ -7,7 +7,7 @@ from glob import glob
 from llmc.backend import MATMUL_LIBRARY
 from llmc.config import ModelConfig
 from llmc.flags import Settings
-from llmc.logger import table_row, table_rule
+from llmc.logger import LOG_NAME, has_lines, table_row, table_rule
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import head_chunk_rows
@@ -105,11 +105,17 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
     if s.checkpoint_every > 0 and not s.output_dir:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
+    if s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
+        yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when a signal stops it"
+    if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
+        yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
     if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
         yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
     if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
         )
+    if s.output_dir and s.max_steps == 0 and not resumes and has_lines(os.path.join(s.output_dir, LOG_NAME)):
+        yield f"note: nothing is trained, so the logs of an earlier run in {s.output_dir} stay as they are"
     if s.resume and not resumes:
         yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"

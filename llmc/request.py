@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from glob import glob
 
 from llmc import __version__
-from llmc.backend import CPU_MATMULS, available_host_bytes, likely_device_kind, likely_factors, likely_matmul, likely_precision
 from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path
@@ -17,6 +16,7 @@ from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World, different_from_first, smallest
 from llmc.errors import RankLost, UserError
 from llmc.flags import FLAGS, Settings, refuse_contradictions
+from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
@@ -28,6 +28,7 @@ from llmc.memory.rooms import widens
 from llmc.memory.tables import DTYPE_BYTES, sizes_of
 from llmc.memory.traffic import Network
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
+from llmc.processor import CPU_MATMULS, likely_device_kind, likely_factors, likely_matmul, likely_precision
 from llmc.units import whole
 
 ALONE = World()

@@ -12,7 +12,7 @@ import pytest
 from case_a import CONFIG, write_case_a
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
-from llmc.backend import available_host_bytes
+from llmc.host import available_host_bytes
 from llmc.cards import RESERVE
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World

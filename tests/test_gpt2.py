@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmc.backend import resident_bytes
+from llmc.host import resident_bytes
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
@@ -610,7 +610,8 @@ MEASURE_GROWTH = """
 import gc, json, sys
 import numpy as np
 import torch
-from llmc.backend import likely_matmul, resident_bytes
+from llmc.host import resident_bytes
+from llmc.processor import likely_matmul
 from llmc.config import ModelConfig
 from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions

@@ -142,7 +142,9 @@ def test_disowning_takes_back_what_is_unproven_and_keeps_its_files(keep, tmp_pat
     write(checkpoints, 2)
     checkpoints.prove(2)
     write(checkpoints, 4)
-    assert checkpoints.disown() == "DONE_00000004 removed again, so -y 1 resumes from a checkpoint before it"
+    assert checkpoints.disown() == (
+        "DONE_00000004 removed again, so -y 1 resumes from a checkpoint before it; the other files of step 4 are yours to delete"
+    )
     assert find_last_step(tmp_path) == 2 and (tmp_path / "model_00000004.bin").exists()
 
 

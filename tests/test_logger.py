@@ -59,8 +59,8 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
-def test_a_fresh_run_empties_the_log_with_its_first_step_or_its_end(name, tmp_path):
-    """Before that, whatever ends it has cost nothing."""
+def test_a_fresh_run_empties_the_log_with_its_first_step(name, tmp_path):
+    """Before that, whatever ends it has cost nothing: not even its own end, where it trains nothing."""
     run(Logger(tmp_path, name=name), range(5))
     before, log = text(tmp_path, name), Logger(tmp_path, name=name)
     assert text(tmp_path, name) == before
@@ -68,12 +68,19 @@ def test_a_fresh_run_empties_the_log_with_its_first_step_or_its_end(name, tmp_pa
     other.val(0, 4.0)
     other.eval(0, 0.25)
     assert text(tmp_path, name) == before
+    other.close()
+    assert text(tmp_path, name) == before
     run(log, range(1))
     assert text(tmp_path, name).count("\n") == (2 if name == LOG_NAME else 1)
-    other.close()
-    assert text(tmp_path, name) == "s:0 tel:4.0000\ns:0 eval:0.2500\n"
-    Logger(tmp_path, name=name).close()
-    assert text(tmp_path, name) == ""
+
+
+def test_a_run_that_trains_nothing_writes_its_lines_where_no_other_has(tmp_path):
+    log = Logger(tmp_path)
+    log.val(0, 4.0)
+    log.eval(0, 0.25)
+    assert text(tmp_path) == ""
+    log.close()
+    assert text(tmp_path) == "s:0 tel:4.0000\ns:0 eval:0.2500\n"
 
 
 @pytest.mark.parametrize("checkpoint", range(9))

@@ -227,9 +227,10 @@ def test_a_cpu_without_bf16_widens_factors_says_so_and_measures_what_it_multipli
     weights = torch.randn(num_parameters(CONFIG), generator=torch.Generator().manual_seed(1)) * 0.02
     write_model(tmp_path / "bf16.bin", CONFIG, "bf16", [weights.bfloat16().view(torch.uint8).numpy()])
     peaks, runs = [], {}
-    monkeypatch.setattr("llmc.backend.cpu_favours_numba", lambda precision: False)
+    monkeypatch.setattr("llmc.processor.cpu_favours_numba", lambda precision: False)
     for native in (True, False):
-        monkeypatch.setattr("llmc.backend.cpu_gains_from_bf16", lambda: native)
+        for module in ("processor", "backend"):
+            monkeypatch.setattr(f"llmc.{module}.cpu_gains_from_bf16", lambda: native)
         measured = {"measure_matmul_tflops": lambda backend, precision, others: peaks.append((precision, len(others))) or 1.0}
         data = ["-i", case / "train_*.bin", "-j", case / "val.bin", "-e", tmp_path / "bf16.bin"]
         runs[native] = ran(*data, "-b 2 -t 32 -x 3 -v 0 -s 0", faked=measured)
@@ -428,8 +429,8 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoi
     assert done.code == 2 and "Traceback" not in done.err
     found = re.fullmatch(
         r"error: step (\d+): the loss is \S+ and the gradient's norm \S+, which leaves no weight a number; lower -l, raise -u, "
-        rf"skip such updates with -sg, or look at .*; (DONE_0*(\d+) removed again, so -y 1 resumes from a checkpoint before it"
-        rf"|checkpoints in {re.escape(str(tmp_path))} are from before it)\n", done.err,
+        rf"skip such updates with -sg, or look at .*; (DONE_0*(\d+) removed again, so -y 1 resumes from a checkpoint before it; the other "
+        rf"files of step \3 are yours to delete|checkpoints in {re.escape(str(tmp_path))} are from before it)\n", done.err,
     )  # fmt: skip
     step = int(found[1])
     assert found[3] == (None if writing else str(step - 1))  # the other was not marked yet
@@ -485,7 +486,9 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, writing, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
     assert done.err.startswith("error: step 2: the loss is now nan, so these weights are of no use; lower -l, raise -u, or look at")
-    assert done.err.endswith("; DONE_00000001 removed again, so -y 1 resumes from a checkpoint before it\n")
+    assert done.err.endswith(
+        "; DONE_00000001 removed again, so -y 1 resumes from a checkpoint before it; the other files of step 1 are yours to delete\n"
+    )
     assert "no checkpoint at step 2: since that of step 1 no loss and norm were numbers" in done.out
     assert (tmp_path / "out" / "model_00000001.bin").read_bytes() == path.read_bytes()
     assert not list((tmp_path / "out").glob("DONE_*"))
@@ -522,7 +525,7 @@ def tokenizer_bytes(table: list[bytes], end_of_text: int) -> bytes:
     return header(20240328, 2, len(table), end_of_text) + b"".join(bytes([len(token)]) + token for token in table)
 
 
-@pytest.mark.parametrize("where", ["flag", "cwd", "beside the data", "beside -j, by -a 1"])
+@pytest.mark.parametrize("where", ["flag", "cwd", "beside the data", "beside the data, whose folder is a pattern", "beside -j, by -a 1"])
 def test_samples_are_text_where_a_tokenizer_is(case, tmp_path, monkeypatch, where):
     """Token i is a letter of its own, so the text must be the ids of the run without a tokenizer; control characters are not printed."""
     table = [chr(0x4E00 + i).encode() for i in range(94)] + [b"\x07", b"<|endoftext|>"]
@@ -536,10 +539,46 @@ def test_samples_are_text_where_a_tokenizer_is(case, tmp_path, monkeypatch, wher
     ids = [int(i) for i in plain.split("---\n")[1].split()]
     path = {"flag": tmp_path / "t.bin", "cwd": work / "gpt2_tokenizer.bin"}.get(where, data / "gpt2_tokenizer.bin")
     path.write_bytes(tokenizer_bytes(table, 95))
-    more = {"flag": ["--tokenizer", path], "beside -j, by -a 1": ["-a 1 -i", work / "none.bin"]}
+    more = {
+        "flag": ["--tokenizer", path], "beside -j, by -a 1": ["-a 1 -i", work / "none.bin"],
+        "beside the data, whose folder is a pattern": ["-i", tmp_path / "d*" / "train_*.bin"],
+    }  # fmt: skip
     out = ran(*argv, *more.get(where, []))
     assert len(ids) == 39 and out.split("---\n")[1] == "".join(table[i].decode() for i in ids if i != 94) + "\n"
     assert "token ids" not in out
+
+
+@pytest.mark.parametrize("flags, called", [("-x 1 -s 1 -v 0", 3), ("-x 0 -s 1 -v 0", 1)])
+def test_a_signal_in_a_sample_ends_it_before_its_next_token(case, tmp_path, monkeypatch, flags, called):
+    next_logits, calls = GPT2.next_logits, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == called:
+            signal.raise_signal(signal.SIGINT)
+        return next_logits(*args)
+
+    monkeypatch.setattr(GPT2, "next_logits", interrupted)
+    done = run(*inputs(case), "-b 1 -t 8 -g 64 -n 1", flags, "-o", tmp_path)
+    assert len(calls) == called and re.search(r"generating:\n---\n(\nSIGINT: .*\n)?\d+( \d+)*\n(.*\n)*---\n", done.out), done.out
+    assert "SIGINT: finishing this step" in done.out
+    assert (done.code, (tmp_path / "DONE_00000001").exists()) == ((0, True) if "-x 1" in flags else (130, False))
+
+
+def test_a_gpu_that_stops_answering_about_itself_ends_no_run(case, monkeypatch):
+    """It is asked once at the start, where what it says ends the run; then after steps 1, 2 and 3."""
+    lines = iter(["asked at the start", "fine", UserError("-lg could not ask the GPU: lost"), "fine again"])
+
+    def device_line(backend):
+        line = next(lines)
+        if isinstance(line, UserError):
+            raise line
+        return line
+
+    out = ran(*inputs(case), QUIET, "-b 1 -t 8 -x 3 -lg 1", faked={"device_line": device_line})
+    assert re.sub(r"step +(\d).*", r"\1", out[out.index("step    1") :]).split("\n")[:6] == [
+        "1", "fine", "2", "note: -lg could not ask the GPU: lost", "3", "fine again"
+    ]  # fmt: skip
 
 
 def test_a_tokenizer_of_another_vocabulary_found_by_chance_is_not_used(case, tmp_path, monkeypatch):

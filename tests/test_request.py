@@ -10,6 +10,7 @@ import torch
 
 import llmc.backend
 import llmc.kernels
+import llmc.processor
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
 from llmc.distributed import World
@@ -40,8 +41,8 @@ def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True, family=25, model
     path.write_text(
         f"processor\t: 0\nvendor_id\t: {vendor}\n{numbers}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n"
     )
-    monkeypatch.setattr(llmc.backend, "CPU_INFO", path)
-    monkeypatch.setattr(llmc.backend, "linux_grants_amx", lambda: granted)
+    monkeypatch.setattr(llmc.processor, "CPU_INFO", path)
+    monkeypatch.setattr(llmc.processor, "linux_grants_amx", lambda: granted)
 
 
 ZEN_1, ZEN_2 = ("AuthenticAMD", "avx2", False, 23, 0x2F), ("AuthenticAMD", "avx2", False, 23, 0x30)
@@ -103,7 +104,7 @@ def test_a_cpu_s_matmuls_are_those_that_are_asked_for(monkeypatch, tmp_path, pro
 
 
 def test_a_machine_that_says_nothing_of_its_processor_multiplies_by_torch(monkeypatch, tmp_path):
-    monkeypatch.setattr(llmc.backend, "CPU_INFO", tmp_path / "nothing")
+    monkeypatch.setattr(llmc.processor, "CPU_INFO", tmp_path / "nothing")
     assert [options("--kernels numba", precision, "cpu").matmul for precision in ("fp32", "bf16")] == ["native", "widened"]
 
 

@@ -562,7 +562,7 @@ def test_a_shard_that_is_gone_or_cut_costs_no_step_and_once_it_is_back_the_run_g
 def test_a_validation_whose_data_is_cut_in_its_middle_costs_no_step(case, tmp_path, monkeypatch, asynchronous):
     """What was read of it is computed; the next reading ends the run after a checkpoint. A GPU's reads eight batches at a time."""
     monkeypatch.setattr(Backend, "asynchronous", asynchronous)
-    monkeypatch.setattr("train_gpt2.BATCHES_HEARD", {"cpu": 8 if asynchronous else 1})
+    monkeypatch.setattr("train_gpt2.CALLS_PER_STOP_CHECK", {"cpu": 8 if asynchronous else 1})
     data = shutil.copytree(case, tmp_path / "data")
     argv = [*inputs(data), SMALL, "-b 1 -t 16 -d 512 -v 4 -m 20 -s 0 -x 9 -n 100 --kernels torch -o"]
     ran(*argv, tmp_path / "straight")

@@ -1,6 +1,7 @@
 """A folder of checkpoints: what counts as complete, what is deleted, and in which order."""
 
 import errno
+import fcntl
 import os
 import socket
 import struct
@@ -152,8 +153,8 @@ def test_a_folder_is_held_once_and_whoever_waits_gets_it_afterwards(tmp_path, mo
             with pytest.raises(UserError, match=other), store.held_folder(tmp_path):
                 pass
         assert os.listdir(tmp_path) == [store.LOCK_NAME]
-    real, once = store.fcntl.flock, [lambda: (tmp_path / store.LOCK_NAME).unlink()]
-    monkeypatch.setattr(store.fcntl, "flock", lambda *args: (once and once.pop()(), real(*args)))
+    real, once = fcntl.flock, [lambda: (tmp_path / store.LOCK_NAME).unlink()]
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (once and once.pop()(), real(*args)))
     with store.held_folder(tmp_path):
         assert not once and os.listdir(tmp_path) == [store.LOCK_NAME]
         with pytest.raises(UserError, match="is being written"), store.held_folder(tmp_path):
@@ -162,7 +163,7 @@ def test_a_folder_is_held_once_and_whoever_waits_gets_it_afterwards(tmp_path, mo
 
 
 def test_a_file_system_without_locks_is_used_with_a_word_about_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(store.fcntl, "flock", raising(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", raising(errno.ENOLCK))
     with store.held_folder(tmp_path):
         assert f"note: {tmp_path} cannot be locked (No locks available), so nothing would stop a second run" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []

@@ -27,7 +27,7 @@ class Checkpoints:
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
         self._writer = WriteBeside(model.plan) if s.async_checkpoint else WriteAtOnce()
         self._has_waited, self._proven_step = False, -1
-        self.newest = self.unproven = resume_step  # what it replaces may still be there
+        self.newest = self.unproven = resume_step  # a crash may have come before the older one was deleted: it is proven anew
 
     @property
     def written(self) -> int:
@@ -119,4 +119,4 @@ class Checkpoints:
             return f"so it does from that checkpoint on: remove {name} from {folder} to resume from one before"
         if is_first(self._model):
             unmark(folder, step)
-        return f"{name} removed again, so -y 1 resumes from a checkpoint before it"
+        return f"{name} removed again, so -y 1 resumes from a checkpoint before it; the other files of step {step} are yours to delete"

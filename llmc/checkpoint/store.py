@@ -4,7 +4,6 @@ A checkpoint is complete when its empty DONE file exists. DONE is written last a
 stand over missing files.
 """
 
-import fcntl
 import os
 import re
 import socket
@@ -169,6 +168,8 @@ def _refusals_told(folder: Path):
 def _lock(path: Path):
     """The open file, which nobody else has locked. The system lets go of it however a process ends; then the file may stay and means
     nothing. Raises UserError where another process has it."""
+    import fcntl  # Linux's: --plan and --help do without
+
     while True:
         lock = open(path, "a+")
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmc.distributed.place import Place, find_place
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of, unusable_path
+from llmc.host import usable_processors
 
 __all__ = [
     "Place",
@@ -109,7 +110,7 @@ def meet_world(place: Place, timeout_s: float) -> World:
     mine = meeting.members[place.rank]
     here = [member for member in meeting.members if member.machine == mine.machine]
     sharers = sum(not set(mine.processors).isdisjoint(member.processors) for member in here)
-    return World(place.rank, place.num_processes, len(here), max(1, len(mine.processors) // sharers), watch, meeting)
+    return World(place.rank, place.num_processes, len(here), max(1, usable_processors(len(mine.processors)) // sharers), watch, meeting)
 
 
 def connect_world(world: World, device_kind: str, timeout_s: float) -> None:

@@ -21,13 +21,18 @@ class Alone:
 
     rank, size = 0, 1
     parts = Undivided()
-    wants_to_stop, stops = False, 0.0  # what this rank tells the others with its next norm; how many of them said so
-    checkpoints_written = 0  # the same: how many this rank has wholly written
+    stops = 0.0  # how many ranks said with the last norm that they were asked to stop
+    _wants_to_stop, _checkpoints_written = False, 0
+
+    def tell_with_norm(self, *, wants_to_stop: bool, checkpoints_written: int):
+        """What this rank tells the others together with its next norm: whether it was asked to stop, and how many checkpoints it has wholly
+        written."""
+        self._wants_to_stop, self._checkpoints_written = wants_to_stop, checkpoints_written
 
     @property
     def written_by_all(self):
         """How many checkpoints every rank has wholly written."""
-        return self.checkpoints_written
+        return self._checkpoints_written
 
     def moved(self):
         """Say that something long goes on, so that nobody takes it for a hang."""
@@ -239,8 +244,8 @@ class Sharing(Alone):
         mine[0:1].copy_(loss_sum)
         mine[1:2].copy_(grad_norm)
         mine[2] = self._norm_of_undivided() if self.parts.size > 1 else 0.0
-        mine[3] = float(self.wants_to_stop)
-        mine[4] = float(self.checkpoints_written)
+        mine[3] = float(self._wants_to_stop)
+        mine[4] = float(self._checkpoints_written)
         self.whole.gather_shares([numbers.view(-1)]).wait()
         wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and in order: the same everywhere
         loss_sum.copy_(wide[:, 0, 0].sum())

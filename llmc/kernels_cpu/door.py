@@ -28,7 +28,7 @@ from numba.core.cgutils import alloca_once, for_range, get_or_insert_function, g
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-from llmc.backend import cpu_has_amx
+from llmc.processor import cpu_has_amx
 from llmc.layers.rounding import PRIME_Y
 
 LLVM = llvmlite.binding.llvm_version_info

@@ -14,7 +14,8 @@ RECORD_NAME = "memory.json"
 
 
 class MemoryRecord:
-    """DIR/memory.json, from the first training step on written anew whenever a phase ends for the first time; without a folder, nothing.
+    """DIR/memory.json, written anew from the first training step on whenever a phase ends for the first time; without a folder, nothing. A
+    fresh run that trains nothing writes it at its end, unless an earlier run did.
 
     plan      options, bytes of every arena and column, total, and every tensor
     flags     every setting of the command line
@@ -73,6 +74,8 @@ class MemoryRecord:
 
     def _write(self):
         if not self._path or not self._phases & {"first step", "end"}:
+            return
+        if not self._phases & {"first step", "resume"} and self._path.exists():  # a fresh run that trains nothing
             return
         try:
             write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")

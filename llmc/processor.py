@@ -1,0 +1,115 @@
+"""What this machine's processor can do, and which way to compute a run takes for it: known without importing torch or touching a device.
+So --plan knows it too."""
+
+import ctypes
+import os
+from functools import cache
+
+from llmc.host import usable_processors
+
+CPU_INFO = "/proc/cpuinfo"
+ZEN_2_MODELS = 0x30  # and later, of family 23
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
+CPU_MATMULS = ("native", "numba", "widened")  # --matmul on a CPU
+NVIDIA_DRIVERS = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # one of them exists where there is an NVIDIA driver: Linux, WSL 2
+
+
+def cpu_name() -> str:
+    """The processor's name, and how many of its cores this process may use."""
+    try:
+        with open(CPU_INFO) as f:
+            names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else 'CPU'}, {usable_processors(len(os.sched_getaffinity(0)))} cores"
+
+
+def _cpu_line(*names) -> list[str]:
+    """The words of the first line of that name about the processor, which --plan knows without importing torch."""
+    return _line_of(CPU_INFO, names)
+
+
+@cache
+def _line_of(path, names) -> list[str]:
+    try:
+        with open(path) as f:
+            return next((line for line in f if line.lower().startswith(names)), "").split()
+    except OSError:
+        return []
+
+
+def cpu_has_native_bf16() -> bool:
+    """Whether the processor multiplies bf16 itself: x86 or Arm. Without that, and without AVX-512, bf16 matmuls of torch 2.13 were
+    measured a hundred times as slow as fp32's."""
+    return "avx512_bf16" in _cpu_line("flags") or cpu_has_amx() or "bf16" in _cpu_line("features")
+
+
+def cpu_pairs_bf16() -> bool:
+    """Whether AVX-512's instruction that multiplies pairs of bf16 is faster than fp32's of widened ones: Intel's is half as fast, since
+    there is AVX-512 for fp16."""
+    flags = _cpu_line("flags")
+    return "avx512_bf16" in flags and "avx512_fp16" not in flags
+
+
+def cpu_has_amx() -> bool:
+    """Whether the processor multiplies tiles of bf16 for this process."""
+    return "amx_bf16" in _cpu_line("flags") and linux_grants_amx()
+
+
+@cache
+def linux_grants_amx() -> bool:
+    """Ask for the registers of AMX, which Linux gives to whoever asks: to all threads of this process, and those that it forks."""
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+
+
+def cpu_gains_from_bf16() -> bool:
+    """Whether torch's matmuls of bf16 are faster than those of fp32: by that instruction, by tiles or on Arm."""
+    return cpu_pairs_bf16() or cpu_has_amx() or "bf16" in _cpu_line("features")
+
+
+def cpu_is_zen_1() -> bool:
+    """AMD's first Zen, or its shrink: models of family 23 before Zen 2's."""
+    vendor, family, model = (_cpu_line(name)[-1:] for name in ("vendor_id", "cpu family", "model\t"))
+    return (vendor, family) == (["AuthenticAMD"], ["23"]) and int(model[0]) < ZEN_2_MODELS
+
+
+def cpu_favours_numba(precision: str) -> bool:
+    """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
+    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. On AMD's first Zen: steps of d12 of 256 and 1024 tokens by a twentieth in
+    fp32, a fifth and a twentieth in bf16. On its third, and taken to be so on its second: steps of d6 and d12 of 256 to 4096 tokens by a
+    sixth to nothing in bf16; in fp32 slower by up to a twelfth. On Intel with AVX-512 for bf16 and fp16 by a third in bf16, with AMX and
+    without; in fp32 slower by a twentieth."""
+    vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
+    if "AuthenticAMD" in vendor:
+        return "avx512_bf16" in flags or cpu_is_zen_1() or (precision == "bf16" and "avx2" in flags)
+    return "GenuineIntel" in vendor and precision == "bf16" and {"avx512_bf16", "avx512_fp16"} <= set(flags)
+
+
+def likely_device_kind(device: str) -> str:
+    """cpu or cuda, without touching a device or importing torch: what --plan assumes."""
+    if device != "auto":
+        return device.partition(":")[0]
+    return "cuda" if any(map(os.path.exists, NVIDIA_DRIVERS)) else "cpu"
+
+
+def likely_precision(precision: str, kind: str) -> str:
+    """fp32 or bf16 for a model made from a descriptor, without touching a device: what --plan assumes."""
+    if precision != "auto":
+        return precision
+    return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
+
+
+def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
+    """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. On a GPU native or fp8."""
+    if kind != "cpu":
+        return "fp8" if matmul == "fp8" else "native"
+    if matmul != "auto":
+        return matmul
+    if kernels == "numba" and cpu_favours_numba(precision):
+        return "numba"
+    return "native" if precision == "fp32" or cpu_gains_from_bf16() else "widened"
+
+
+def likely_factors(kind: str, precision: str) -> str:
+    """fp32 or bf16: what numba's kernels multiply on this CPU. On a GPU, where there are none, as the weights."""
+    return precision if kind != "cpu" or cpu_pairs_bf16() or cpu_has_amx() else "fp32"
