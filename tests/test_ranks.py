@@ -416,6 +416,12 @@ def test_what_cannot_be_is_a_sentence_and_code_2_on_every_rank(case, tmp_path, n
     assert said and all(err.startswith("error: ") and err.count("\n") == 1 and words in err for err in said), said
 
 
+def test_a_path_that_cannot_be_printed_ends_no_rank(case, tmp_path):
+    """Rank 0 prints it with the byte escaped; the others print it too, to nowhere."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    assert "caf\\udce9" in ran(2, tmp_path, *inputs(case), "--device cpu --threads 1 -b 1 -t 8 -x 0 -v 0 -s 0 -o", folder)
+
+
 def test_ranks_that_see_different_checkpoints_do_not_train_from_both(case, stages, tmp_path):
     """Worth another try, so not code 2."""
     argv = [*inputs(case), COMMON, "-b 2 -x 6 -v 0 -s 0 -y 1"]
