@@ -61,8 +61,8 @@ from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
     Source, check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
-    check_precision, choose_model, data_ranks, host_budget, plan_options, plan_text, run_budget, settle, settle_kernels_of, shortest_shard,
-    training_data, zero_note,
+    check_precision, check_sizes, choose_model, data_ranks, host_budget, plan_options, plan_text, run_budget, settle, settle_kernels_of,
+    shortest_shard, training_data, zero_note,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -206,13 +206,15 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     precision = choose_precision(s.precision, backend, of_file=source.precision)
     check_agreement(s, source, precision, world)
     s, reasons = settle_kernels_of(s, backend)
-    options = plan_options(s, config, precision, backend.kind, world, backend.processors())
+    options = plan_options(s, config, precision, backend.kind, world, backend.processors())  # with stand-ins for auto
     check_attention(options)
     check_gelu_fusion(options)
     check_fp8(options, backend.name, backend.capability())
     graphs = check_graphs(s, options)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)
     s, chosen = settle(s, source, options, budget, world, lambda: shortest_shard(s))
+    options = plan_options(s, config, precision, backend.kind, world, backend.processors())
+    check_sizes(options)
     grad_accum_steps = check_batch(s, world)
     total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps
 
@@ -229,7 +231,6 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
             f"{peak_tflops:.3f} TFLOP/s in {options.multiplied_in}"
         )
-    options = plan_options(s, config, precision, backend.kind, world, backend.processors())
     plan = Plan(replace(options, rank=world.rank))
     said.append(chosen_line(s, plan.options, graphs))
     return Run(

@@ -14,15 +14,16 @@ HEADER_INTS, HEADER_BYTES = 256, 1024
 FINGERPRINT_PIECE = 1 << 16  # bytes
 
 MODEL_MAGIC, STATE_MAGIC, DEBUG_STATE_MAGIC = 20240326, 20240527, 20240327
+TOKENIZER_MAGIC, SHARD_MAGIC, EVAL_MAGIC = 20240328, 20240520, 20240522
 
 # what a first int32 says a file is, so that a mixed-up path can be named instead of only refused
 KINDS = {
     MODEL_MAGIC: "a model file",
     STATE_MAGIC: "a training state file",
     DEBUG_STATE_MAGIC: "a debug state file (inputs, logits and gradients of one step)",
-    20240328: "a tokenizer file",
-    20240520: "a token shard",
-    20240522: "an evaluation file",
+    TOKENIZER_MAGIC: "a tokenizer file",
+    SHARD_MAGIC: "a token shard",
+    EVAL_MAGIC: "an evaluation file",
     20240801: "a Llama-3 token shard (uint32 tokens of another vocabulary, which a GPT-2 has no rows for)",
     20240803: "a Llama-3 model (rotary positions, RMSNorm and SwiGLU, which a GPT-2 does not have)",
 }

@@ -218,12 +218,17 @@ def check_graphs(s: Settings, o: PlanOptions) -> bool:
 
 
 def check_gelu_fusion(o: PlanOptions):
-    """Raise UserError unless cuBLASLt is there for -ge, takes the sizes, and keeps the bits that -ge 3 promises."""
+    """Raise UserError unless cuBLASLt is there for -ge."""
     if o.gelu_fusion:
         from llmc.kernels.cublaslt import available
 
         if why_not := available():
             raise UserError(f"-ge {o.gelu_fusion}: {why_not}; use -ge 0, which computes the same function")
+
+
+def check_sizes(o: PlanOptions):
+    """Raise UserError unless -ge can fuse and --matmul fp8 can multiply these sizes, and -ge 3 keeps with them the bits that it promises."""
+    if o.gelu_fusion:
         for what, width in (("C", o.config.channels), (f"4 C / {o.tensor_parallel}", 4 * o.config.channels // o.tensor_parallel)):
             if width % 8:
                 raise UserError(
@@ -236,6 +241,12 @@ def check_gelu_fusion(o: PlanOptions):
                 f"-ge {o.gelu_fusion}: bits are the same at every -r where GELU's input of a layer takes a multiple of {ALIGNMENT} bytes, "
                 f"and it takes {layer_bytes}; use a -b or -t with more factors of two, or -ge 0"
             )
+    if o.matmul == "fp8":
+        sizes = sizes_of(o.config, parts=o.tensor_parallel)
+        channels = {"C": sizes["C"], "the channels of a rank's heads": sizes["k"], "a rank's part of 4 C": 4 * sizes["f"]}
+        for what, size in ({"B*T": o.B * o.T} | channels).items():
+            if size % FP8_MULTIPLE:
+                raise UserError(f"--matmul fp8 takes sizes that {FP8_MULTIPLE} divides, and {what} is {size}; leave it out")
 
 
 FP8_CAPABILITY = (9, 0)  # Hopper's; Ada multiplies FP8 too, but Triton 3.6 rounds to it twice there
@@ -253,11 +264,6 @@ def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
         raise UserError(f"--matmul fp8 goes with --kernels triton, and this run has --kernels {o.kernel_set}; leave one of them out")
     if o.gelu_fusion:
         raise UserError(f"--matmul fp8 -ge {o.gelu_fusion}: GELU joins matmuls of bf16, and these are FP8; leave one of them out")
-    sizes = sizes_of(o.config, parts=o.tensor_parallel)
-    dimensions = {"B*T": o.B * o.T, "C": sizes["C"], "the channels of a rank's heads": sizes["k"], "a rank's part of 4 C": 4 * sizes["f"]}
-    for what, size in dimensions.items():
-        if size % FP8_MULTIPLE:
-            raise UserError(f"--matmul fp8 takes sizes that {FP8_MULTIPLE} divides, and {what} is {size}; leave it out")
 
 
 def data_ranks(s: Settings, world: World) -> int:
@@ -414,14 +420,15 @@ def plan_text(s: Settings) -> str:
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
-    options = plan_options(s, source.config, precision, kind, world, processors)
+    options = plan_options(s, source.config, precision, kind, world, processors)  # with stand-ins for auto
     check_attention(options)
     check_fp8(options, budget.name if card else "", card and card.capability)
     check_graphs(s, options)
     s, reasons = settle(s, source, options, budget, world)
+    options, network = plan_options(s, source.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
+    check_sizes(options)
     reasons = [*kernel_notes, *zero_note(s, options), *reasons]
     grad_accum_steps = check_batch(s, world)
-    options, network = plan_options(s, source.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
         return json.dumps({"reasons": reasons} | plan_json(options, grad_accum_steps, budget, network) | tensors, indent=1)

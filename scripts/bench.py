@@ -37,7 +37,7 @@ from llmc.memory.choose import in_mib
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.mfu import flops_per_token
-from llmc.request import check_fp8, check_graphs, check_lengths, plan_options, settle_kernels_of
+from llmc.request import check_fp8, check_graphs, check_lengths, check_sizes, plan_options, settle_kernels_of
 from llmc.units import MIB
 from scripts.bench_pytorch import PyTorchTrainer
 from scripts.compare_memory import at_least
@@ -95,6 +95,7 @@ class OurTrainer:
         s, _ = settle_kernels_of(parse(words.split()), backend)
         options = plan_options(s, config, precision, backend.kind)
         check_fp8(options, backend.name, backend.capability())
+        check_sizes(options)
         graphs = graphs_on(backend.kind) if check_graphs(s, options) else None
         plan, free = Plan(options), backend.free_bytes()
         if plan.total_bytes > free:

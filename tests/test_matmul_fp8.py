@@ -26,7 +26,7 @@ from llmc.layers import matmul
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.report import describe, options_json
-from llmc.request import FP8_CAPABILITY, check_fp8, plan_options, plan_text
+from llmc.request import FP8_CAPABILITY, check_fp8, check_sizes, plan_options, plan_text
 
 SETS = ["torch", *(["triton"] if TRITON else [])]
 kernels = pytest.mark.parametrize("kernels", [pytest.param(name, marks=[pytest.mark.kernels] * (name == "triton")) for name in SETS])
@@ -240,10 +240,13 @@ def test_it_is_taken_where_it_can_be_and_the_plan_says_so():
     o = asked("--matmul fp8 -t 1024")
     check_fp8(o, "an H100", (9, 0))
     check_fp8(o, "", None)
+    check_sizes(o)
     check_fp8(asked("--matmul fp8 -b 2 -t 1000"), "a B200", (10, 0))
+    check_sizes(asked("--matmul fp8 -b 2 -t 1000"))
     assert o.matmul == "fp8" and "matmuls of layers in FP8" in describe(o) and options_json(o)["matmul"] == "fp8"
     assert asked("").matmul == asked("--matmul cublaslt").matmul == "native"
     check_fp8(asked("", ODD), "an A100", (8, 0))  # which nobody asked for
+    check_sizes(asked("", ODD))
 
 
 @pytest.mark.parametrize("words, forms, sentence", [
@@ -259,6 +262,15 @@ def test_what_it_does_not_go_with_is_said(words, forms, sentence):
     o = asked(f"--matmul fp8 -t 1024 {words}", **forms)
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         check_fp8(o, "an A100", (8, 0) if "A100" in sentence else (9, 0))
+        check_sizes(o)
+
+
+def test_sizes_are_those_of_the_batch_that_auto_chose():
+    """One sequence of 8 tokens is too short to multiply in FP8, as many as fit are not."""
+    table = plan_text(parse("--plan -e d48 -b auto -t 8 --matmul fp8 -d 16384 --memory-budget h200".split()))
+    assert "-b auto takes -b 2048" in table and "matmuls of layers in FP8" in table
+    with pytest.raises(UserError, match="B\\*T is 8;"):
+        plan_text(parse("--plan -e d48 -b 1 -t 8 --matmul fp8 --memory-budget h200".split()))
 
 
 def test_on_a_cpu_it_is_refused():

@@ -20,8 +20,8 @@ from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
 from llmc.request import (
-    Source, check_attention, check_gelu_fusion, check_graphs, check_lengths, host_budget, plan_options, plan_text, run_budget, settle,
-    settle_kernels, shortest_shard,
+    Source, check_attention, check_gelu_fusion, check_graphs, check_lengths, check_sizes, host_budget, plan_options, plan_text, run_budget,
+    settle, settle_kernels, shortest_shard,
 )  # fmt: skip
 from llmc.units import MIB
 
@@ -39,9 +39,7 @@ def options(text="", precision="bf16", kind="cuda", config=D12):
 def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True, family=25, model=1):
     """Say what processor this is, and whether Linux would grant the use of AMX."""
     path, numbers = tmp_path / "cpuinfo", f"cpu family\t: {family}\nmodel\t\t: {model}"
-    path.write_text(
-        f"processor\t: 0\nvendor_id\t: {vendor}\n{numbers}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n"
-    )
+    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n{numbers}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n")
     monkeypatch.setattr(llmc.processor, "CPU_INFO", path)
     monkeypatch.setattr(llmc.processor, "linux_grants_amx", lambda: granted)
 
@@ -328,13 +326,22 @@ def test_gelu_fusion_without_the_library_is_refused(monkeypatch):
         check_gelu_fusion(options("-ge 1"))
     monkeypatch.setattr(cublaslt, "available", lambda: "")
     check_gelu_fusion(options("-ge 2 -r 1"))
+
+
+def test_gelu_fusion_of_sizes_that_it_cannot_have_is_refused_by_plans_too(monkeypatch):
+    check_sizes(options("-ge 2 -r 1"))
     with pytest.raises(UserError, match="-ge 1: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and C is 36; use -ge 0"):
-        check_gelu_fusion(options("-ge 1", config=replace(D12, channels=36, num_heads=2)))
+        check_sizes(options("-ge 1", config=replace(D12, channels=36, num_heads=2)))
     narrow = replace(D12, channels=40, num_heads=2)
-    check_gelu_fusion(options("-ge 2 -b 1 -t 6", config=narrow))
-    check_gelu_fusion(options("-ge 3 -b 2 -t 6", "fp32", config=narrow))
-    with pytest.raises(UserError, match="-ge 3: .* takes a multiple of 256 bytes, and it takes 1920; use a -b or -t with more factors of"):
-        check_gelu_fusion(options("-ge 3 -b 1 -t 6", config=narrow))
+    check_sizes(options("-ge 2 -b 1 -t 6", config=narrow))
+    check_sizes(options("-ge 3 -b 2 -t 6", "fp32", config=narrow))
+    refusal = "-ge 3: .* takes a multiple of 256 bytes, and it takes 1920; use a -b or -t with more factors of"
+    with pytest.raises(UserError, match=refusal):
+        check_sizes(options("-ge 3 -b 1 -t 6", config=narrow))
+    monkeypatch.setattr("llmc.request.config_from_descriptor", lambda name: narrow)
+    assert plan_text(asked("--plan -e d12 -b 2 -t 6 -ge 3 --precision fp32 --device cuda"))
+    with pytest.raises(UserError, match=refusal):
+        plan_text(asked("--plan -e d12 -b 1 -t 6 -ge 3 --device cuda"))
 
 
 # ----------------------------------------------------------------------------

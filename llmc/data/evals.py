@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
+from llmc.files import EVAL_MAGIC, HEADER_BYTES, new_header, read_header, write_atomically
 
-EVAL_MAGIC, EVAL_VERSION = 20240522, 1
+EVAL_VERSION = 1
 START_EXAMPLE = 65535
 NUM_COMPLETIONS = 4  # what llm.c reads; it refuses any other number
 REMAKE = "make it again with scripts/prepare_hellaswag.py"

@@ -7,9 +7,9 @@ import os
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, Numbers, check_size, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, SHARD_MAGIC, Numbers, check_size, new_header, read_header, write_atomically
 
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+SHARD_VERSION = 1
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
 
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from llmc.config import GPT2_END_OF_TEXT, GPT2_VOCAB_SIZE
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, TOKENIZER_MAGIC, new_header, read_header, write_atomically
 
-TOKENIZER_MAGIC = 20240328
 REMAKE = "make it again with scripts/prepare_*.py"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()  # the format wants at least one byte for each token
 DOWNLOAD_TIMEOUT_S = 10.0  # without an answer, not for the whole file
