@@ -227,7 +227,7 @@ def check_gelu_fusion(o: PlanOptions):
 
 
 def check_sizes(o: PlanOptions):
-    """Raise UserError unless -ge can fuse and --matmul fp8 can multiply these sizes, and -ge 3 keeps with them the bits that it promises."""
+    """Raise UserError unless -ge can fuse and --matmul fp8 multiply these sizes, and -ge 3 keeps with them the bits that it promises."""
     if o.gelu_fusion:
         for what, width in (("C", o.config.channels), (f"4 C / {o.tensor_parallel}", 4 * o.config.channels // o.tensor_parallel)):
             if width % 8:
