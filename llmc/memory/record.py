@@ -28,7 +28,7 @@ class MemoryRecord:
         self._path = Path(folder) / RECORD_NAME if folder else None
         self._backend, self._phases, self._failed = backend, set(), raise_error
         self._baseline = self._peak = backend.baseline_bytes()
-        self._values = {
+        known = {
             "version": __version__,
             "device": backend.name,
             "flags": asdict(settings),
@@ -43,9 +43,9 @@ class MemoryRecord:
                 "tensors": tensor_rows(plan),
             },
             "baseline_bytes": self._baseline,
-            "measured": [],
-            "speed": None,
         }  # fmt: skip
+        self._known = _members(known)  # encoded once: the plan of a large model takes longer than all the rest of a write
+        self._measured = {"measured": [], "speed": None}
 
     def phase(self, name: str, step: int) -> None:
         """The first time a phase ends: the peak so far, written down."""
@@ -54,7 +54,7 @@ class MemoryRecord:
         self._phases.add(name)
         # Linux keeps its count of a process's pages in parts, one a thread, so a later reading may be some pages below an earlier one
         self._peak = peak = max(self._peak, self._backend.peak_bytes())
-        self._values["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
+        self._measured["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
         self._write()
 
     def go_ahead(self, failed) -> None:
@@ -69,7 +69,7 @@ class MemoryRecord:
     def end(self, step: int, average_step_ms: float, tokens_per_step: int) -> None:
         """The run is over."""
         if average_step_ms > 0:
-            self._values["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
+            self._measured["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
         self.phase("end", step)
 
     def _write(self):
@@ -78,7 +78,13 @@ class MemoryRecord:
         if not self._phases & {"first step", "resume"} and self._path.exists():  # a fresh run that trains nothing
             return
         try:
-            write_atomically(self._path, [json.dumps(self._values, indent=1).encode()], doing="writing the memory record")
+            text = f"{{\n{self._known},\n{_members(self._measured)}\n}}"
+            write_atomically(self._path, [text.encode()], doing="writing the memory record")
         except UserError as error:
             self._path = None
             self._failed(error)
+
+
+def _members(values: dict) -> str:
+    """What stands between the outer braces of a JSON object of these values, indented by a blank at each depth."""
+    return json.dumps(values, indent=1)[2:-2]
