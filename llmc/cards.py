@@ -1,4 +1,4 @@
-"""Graphics cards one can plan for without having them: memory, bandwidth, and the row of PEAKS that says how fast they multiply.
+"""GPUs that can be planned for without having them: memory, bandwidth, and the row of PEAKS that says how fast they multiply.
 
 Memory is what the driver reports as total, in MiB; bandwidth is the datasheet's, in GB/s.
 """
@@ -12,7 +12,7 @@ from llmc.errors import UserError
 from llmc.mfu import PEAKS
 from llmc.units import MIB
 
-RESERVE = {"cpu": 0.05, "cuda": 0.02}  # of a device's free memory
+RESERVE = {"cpu": 0.05, "cuda": 0.02}  # share of a device's free memory that auto leaves free
 CONTEXT_MIB = 768  # a CUDA context with cuBLAS's workspaces: what a process holds before its first tensor. An estimate
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -33,7 +33,7 @@ class Card:
 
     @property
     def budget_bytes(self) -> int:
-        """What is left for a plan."""
+        """Bytes that are left for a plan."""
         return (self.memory_mib - CONTEXT_MIB) * MIB
 
 
@@ -61,8 +61,8 @@ assert all(card.peak in PEAKS for card in CARDS.values())
 class Budget:
     """Memory that a plan must fit in.
 
-    card     None where it was given as a size, or is this machine's own
-    reserve  share that auto leaves free, for what a process holds beside its plan: nothing where a number was asked for
+    card     None where the budget was given as a size, or is what this machine has free
+    reserve  share that auto leaves free, for what a process holds beside its plan; 0 where --memory-budget gave the budget
     """
 
     bytes: int
@@ -80,7 +80,7 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """A size, as in 24GiB, "500 MiB" or 80GB; or a card, as in h100-80, less what CUDA itself takes. Raises UserError otherwise."""
+    """The Budget of a size, as in 24GiB, "500 MiB" or 80GB, or of a card, as in h100-80, less what CUDA takes; otherwise a UserError."""
     word = text.strip().lower()
     size = fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]i?b)", word)
     n_bytes = int(Fraction(size[1]) * UNITS[size[2]]) if size else 0

@@ -1,34 +1,34 @@
-"""How long steps take, on a device that may work beside the host."""
+"""How long steps take, on a device that may run asynchronously to the host."""
 
 
 class StepClock:
-    """Times steps: the last one, a running mean of tokens/s that forgets by 5% a step, and the mean of all but those that set things up.
+    """Times steps: the last one, a moving average of tokens/s that forgets 5% a step, and the mean of all but those that set things up.
 
-    On a GPU a step begins where the one before ended, unless something came between: what the host keeps it waiting for counts.
+    On a GPU a step begins where the one before ended, unless something came between: time in which it waits for the host counts.
     """
 
     def __init__(self, backend, *, tokens: int, setting_up: int):
-        """tokens: of a step, of all ranks. setting_up: how many steps at the start are in no mean."""
+        """tokens: of a step, on all ranks. setting_up: how many steps at the start are left out of both means."""
         self._backend, self._tokens, self._setting_up = backend, tokens, setting_up
         self._steps, self._total, self._ema, self._last_end = 0, 0.0, 0.0, None
         self.tokens_per_s = 0.0
 
     def start(self):
-        """The mark a step starts from."""
+        """The mark at which a step starts."""
         return self._last_end or self._backend.mark()
 
     def end(self):
-        """The mark it ends at."""
+        """The mark at which a step ends."""
         mark = self._backend.mark()
         self._last_end = mark if self._backend.asynchronous else None
         return mark
 
     def pause(self):
-        """Something else than training took time."""
+        """Say that something other than training took time, which belongs to no step."""
         self._last_end = None
 
     def count(self, started, ended) -> float:
-        """Seconds of a step that is over, which enters the means."""
+        """Seconds of a step that is over; it enters the means."""
         dt = self._backend.seconds_between(started, ended)
         self.tokens_per_s = self._tokens / dt
         self._steps += 1
@@ -40,10 +40,10 @@ class StepClock:
 
     @property
     def average_ms(self) -> float:
-        """Mean of a step."""
+        """Mean time of a step."""
         return self._total / max(1, self._counted) * 1e3
 
     @property
     def _counted(self) -> int:
-        """Steps in the means."""
+        """Number of steps in the means."""
         return self._steps - self._setting_up

@@ -31,12 +31,12 @@ def file_error(error: OSError, path, doing: str) -> UserError:
 
 
 def raise_error(error: Exception):
-    """What is done about an error where nobody says anything else."""
+    """The default way to handle an error: raise it."""
     raise error
 
 
 class NotEnoughMemory(Exception):
-    """What was asked for does not fit, or did not after all. Exits with MEMORY_CODE, so that a restart loop can stop on it.
+    """What was asked for does not fit in memory, or turned out not to. Exits with MEMORY_CODE, so that a restart loop can stop on it.
 
     The sentence is as in UserError. Below it the program prints the plan of `options` (llmc.memory.options.PlanOptions) and
     the cheapest ways to fit it in `budget_bytes`, at the same number of sequences per step.
@@ -50,8 +50,8 @@ class NotEnoughMemory(Exception):
 class RankLost(Exception):
     """Another process of the run is gone, hangs or has stopped. Exits with LOST_CODE: starting all of them again, with -y 1, may help.
 
-    The code is that of the other where it stopped for a reason that would stop it again, see FINAL_CODES. `said_elsewhere`: another
-    rank prints the sentence.
+    If the other stopped for a reason that would stop it again, `code` is that process's own: see llmc.distributed.verdict.FINAL_CODES.
+    `said_elsewhere`: another rank prints the sentence.
     """
 
     def __init__(self, sentence: str, code: int = LOST_CODE, said_elsewhere: bool = False):
@@ -60,21 +60,21 @@ class RankLost(Exception):
 
 
 def lines_of(error: Exception) -> list[str]:
-    """What a library says, of which the first line or the last is mostly enough; its name and arguments where it says nothing."""
+    """The lines of an error's message, of which the first or the last is mostly enough; the error's name and arguments if there is none."""
     return (str(error).strip() or repr(error)).splitlines()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator said no: torch's of a card or of the host, or Python's."""
+    """Whether an allocation failed: by torch on a GPU or on the host, by a library of the GPU, or by Python."""
     signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # the last is cuBLAS's and cuDNN's
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
-LOST_OUTPUT = {errno.EPIPE, errno.EIO} | FULL_DISK  # what print meets: | head -1, a full disk, a gone terminal
+LOST_OUTPUT = {errno.EPIPE, errno.EIO} | FULL_DISK  # what print may meet: | head -1, a full disk, a closed terminal
 
 
 def tell_lost_output(error: OSError) -> int:
-    """The exit code, after that sentence."""
+    """Say on stderr that printing failed, unless only the reader is gone; returns the exit code."""
     if error.errno != errno.EPIPE:
         print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
     return OUTPUT_CODE
@@ -88,8 +88,8 @@ def unusable_path(error: BaseException) -> str:
 
 
 def code_of_os_error(error: OSError) -> int:
-    """The exit code for a path that cannot be used, or where print failed, after a sentence, unless who read has had enough. Raises `error`
-    again if it is neither."""
+    """Print a sentence and return the exit code, for a path that cannot be used or a print that failed; no sentence if only the output's
+    reader is gone. Raises `error` again if it is neither."""
     if sentence := unusable_path(error):
         return end_with(f"error: {sentence}", INPUT_CODE)
     if error.filename or error.errno not in LOST_OUTPUT or _can_print():
@@ -99,7 +99,7 @@ def code_of_os_error(error: OSError) -> int:
 
 
 def fill_closed_streams() -> None:
-    """Give a process that was started without standard output or errors (`>&-`) ones that go nowhere, before the first file that is
+    """Give a process that was started without standard output or error (`>&-`) streams that go nowhere, before the first file that is
     opened takes their number, and with it what is printed."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
@@ -116,19 +116,19 @@ def _can_print() -> bool:
 
 
 def print_nothing_more() -> None:
-    """What is left in a buffer would fail once more when Python ends."""
+    """Send standard output nowhere: what is left in its buffer would fail once more when Python exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def run_script(main, on_interrupt: str = "interrupted") -> None:
-    """Call main() as a program: a UserError, or a path that cannot be used, is one line on stderr and INPUT_CODE, Ctrl-C `on_interrupt` and
-    INTERRUPT_CODE."""
+    """Call main() as a program: a UserError, or a path that cannot be used, ends with one line on stderr and INPUT_CODE, Ctrl-C with
+    `on_interrupt` and INTERRUPT_CODE."""
     code = 0
     fill_closed_streams()
     try:
         try:
             main()
-        except SystemExit as end:  # argparse's, after --help for one
+        except SystemExit as end:  # argparse's, such as after --help
             code = end.code
         print(end="", flush=True)
     except UserError as error:
@@ -141,7 +141,7 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
 
 
 def end_with(sentence: str, code: int) -> int:
-    """The exit code, after a sentence on stderr, if there is one; what was printed before comes first, if it can."""
+    """Print a sentence, if there is one, on stderr, after flushing what was printed before, if that is possible; returns the exit code."""
     try:
         print(end="", flush=True)
     except OSError:

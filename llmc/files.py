@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the 1024-byte headers llm.c puts before everything it writes."""
+"""Files that are written whole or not at all, and the 1024-byte headers with which llm.c's binary files begin."""
 
 import errno
 import hashlib
@@ -16,7 +16,7 @@ FINGERPRINT_PIECE = 1 << 16  # bytes
 MODEL_MAGIC, STATE_MAGIC, DEBUG_STATE_MAGIC = 20240326, 20240527, 20240327
 TOKENIZER_MAGIC, SHARD_MAGIC, EVAL_MAGIC = 20240328, 20240520, 20240522
 
-# what a first int32 says a file is, so that a mixed-up path can be named instead of only refused
+# what the first int32 says a file is, so that an error can name what is at a mixed-up path
 KINDS = {
     MODEL_MAGIC: "a model file",
     STATE_MAGIC: "a training state file",
@@ -29,7 +29,7 @@ KINDS = {
 }
 
 
-SYNC_BYTES = 1 << 30  # written between syncs: the page cache takes more, and the last sync would be all of the waiting, in one call
+SYNC_BYTES = 1 << 30  # written between syncs: the page cache would take more, and the last sync would do all of the waiting in one call
 
 
 def write_atomically(path, pieces, *, doing: str = "writing") -> None:
@@ -69,7 +69,7 @@ def write_atomically(path, pieces, *, doing: str = "writing") -> None:
 def sync_folder(folder) -> None:
     """Make renames and removals in `folder` survive a power cut. Raises OSError."""
     if os.name != "posix":
-        return  # windows opens no folders
+        return  # Windows cannot open folders
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,7 +126,7 @@ def read_header(path, magic: int) -> np.ndarray:
 
 @contextmanager
 def readable(path):
-    """Turn an OSError inside, as of a network's file system or too many open files, into a UserError."""
+    """Turn an OSError inside, such as a network file system's or one for too many open files, into a UserError."""
     try:
         yield
     except OSError as error:
@@ -135,10 +135,11 @@ def readable(path):
 
 
 class Numbers:
-    """The numbers of one type in a file, from a byte on, read where they are asked for into memory of their own.
+    """The numbers of one type in a file, from byte `offset` on; each read copies those asked for into new memory.
 
-    Not a map: the pages of one count as the process's own memory once touched; a resumed run would seem to hold its checkpoint twice.
-    The file stays open, as what a rank has of a model may be very many short runs. Raises UserError where it cannot be opened.
+    The file is not memory-mapped: the pages of a map count as the process's own memory once they are touched, so a resumed run would seem
+    to hold its checkpoint twice. It stays open, as a rank's share of a model may be very many short runs. Raises UserError if it cannot
+    be opened.
     """
 
     def __init__(self, path, dtype, offset: int):
@@ -147,7 +148,7 @@ class Numbers:
             self._file = open(path, "rb", buffering=0)
 
     def read(self, at: int, n: int) -> np.ndarray:
-        """Numbers at..at+n. Raises UserError where they cannot be read: the file was whole when its size was checked."""
+        """Numbers at..at+n. Raises UserError if they cannot be read, although the file was whole when its size was checked."""
         with readable(self.path):
             self._file.seek(self._offset + at * self._dtype.itemsize)
             numbers = np.fromfile(self._file, self._dtype, n)
@@ -157,15 +158,15 @@ class Numbers:
         return numbers
 
     def will_need(self, at: int, n: int) -> None:
-        """Ask the system to have these in memory soon. Does not wait for them."""
+        """Ask the OS to read numbers at..at+n into memory soon. Does not wait for them."""
         if hasattr(os, "posix_fadvise"):
             start, size = self._offset + at * self._dtype.itemsize, n * self._dtype.itemsize
-            with suppress(OSError):  # which is for who reads them
+            with suppress(OSError):  # left to whoever reads them
                 os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
 def fingerprint(path) -> str:
-    """Short for a file's contents: its size and, of so much of it as takes no time to read, a hash."""
+    """12 hex digits that stand for a file's contents: a hash of its size and of 64 pieces spread over it, which take no time to read."""
     size, pieces = os.path.getsize(path), 64
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:

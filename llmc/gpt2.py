@@ -30,8 +30,8 @@ from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.memory.tuning import HEAD_GROUP, TUNING
 from llmc.rand import XorShift
 
-ROUNDING_STATE = 13371337  # llm.c's; plus the rank
-ENCODER_SEEDS = 0x9E3779B9  # from one rank's seed to the next: each rounds gradients of its own
+ROUNDING_STATE = 13371337  # llm.c's, which adds the rank to it
+ENCODER_SEEDS = 0x9E3779B9  # step from one rank's seed to the next, as each rank rounds gradients of its own
 INIT_SEED = 42
 INIT_PIECE = 1 << 20  # elements drawn at a time; a multiple of 16
 
@@ -45,10 +45,10 @@ class GPT2:
     Public views: params, grads (name -> tensor, file order), and the flat arenas flat["parameters"], flat["gradients"],
     flat["m"], flat["v"], and of a bf16 model flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one,
     each (num_parameters,).
-    Of what is sharded over several ranks, params and grads are the tensors of no layer, and the arenas are this rank's shares.
+    An arena that is sharded over several ranks holds this rank's shares; its params or grads are the tensors that belong to no layer.
 
-    sharing  this rank's Sharing with the others; None for the only one
-    graphs   Graphs to run steps, updates and evaluations with; None runs them as they come
+    sharing  this rank's Sharing; None if there is only one rank
+    graphs   the Graphs that run steps, updates and evaluations; None runs them directly
     """
 
     def __init__(self, plan: Plan, device="cpu", sharing=None, graphs=None):
@@ -58,17 +58,17 @@ class GPT2:
         self.tuning = TUNING[o.device]
         self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
         self.run = graphs.run if graphs else run_at_once
-        self.rng = XorShift(ROUNDING_STATE)  # seeds every stochastic rounding, on all ranks alike: they must agree on the weights
+        self.rng = XorShift(ROUNDING_STATE)  # seeds every stochastic rounding; the same on all ranks, which must agree on the weights
         self.rng_state_last_update = self.rng.state
         self.flat = {
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
-        # where matmuls pack their factors, widen bf16 ones, or make FP8 of them, which the head's never do
+        # scratch where matmuls pack their factors, widen bf16 ones, or convert them to FP8, which the head's matmuls never do
         self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened"), "fp8": self.acts}[o.matmul]
         self.dweight_room = self.acts.get("widened", self.matmul_room)
         self.head_room, self.fcproj_room = self.matmul_room, None
-        if o.matmul == "fp8":  # fcproj's dout stays while GELU runs: in a room no wider than it is
+        if o.matmul == "fp8":  # fcproj's dout must survive while GELU runs: it has buffers of its own, no wider than it is
             self.head_room = None
             own = {name: self.acts[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
             self.fcproj_room = self.acts | own
@@ -78,13 +78,13 @@ class GPT2:
         self.parts = self.sharing.parts
         self.parts.attach(self)
         self.sharing.attach(self)
-        self.layout = self.layout_of("m")  # of what this rank updates
+        self.layout = self.layout_of("m")  # of the elements that this rank updates
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
         self.layers = [self._layer(l) for l in range(o.config.num_layers)]
-        # each block's last stage takes the first layernorm of what follows into its own pass: of the next block, or the last one
+        # each block's last stage also computes, in the same pass, the layernorm that follows: the next block's ln1, or the last layernorm
         first_pass, *forward_passes, last_pass = passes(FORWARD_STAGES, o.gelu_fusion)
         assert (first_pass, last_pass) == ("ln1_forward", "fcproj")
-        # functions, and no methods, which would hold the model, and all of its memory until a cycle is looked for
+        # functions, as bound methods would refer back to the model, whose memory would then stay until the collector looks for cycles
         self.forward_passes = [getattr(GPT2, f"_{name}") for name in forward_passes]
         self.backward_passes = [getattr(GPT2, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
         self.final = self._final_norm()
@@ -94,7 +94,8 @@ class GPT2:
             self.matmul_gelu = MatmulGelu(self.acts["matmul_workspace"].view(torch.uint8), tf32=torch.backends.cuda.matmul.allow_tf32)
 
     def _views(self, arena, name):
-        """Views of the tensors, by name; and of one layer's in each of the slots for it, where the arena holds only shares."""
+        """(name -> view of the tensors, None); where the arena holds only shares, (name -> view of the tensors that belong to no layer,
+        [name -> view of one layer's tensors, for each layer slot])."""
         o = self.plan.options
         if o.ranks_of(arena) == 1:
             return cut_parameters(self.flat[arena], self.config, o.tensor_parallel), None
@@ -102,13 +103,13 @@ class GPT2:
         return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel), slots
 
     def weight(self, name, l):
-        """The weights of a tensor's layer l, where they are when they are read; 0 for a tensor of no layer."""
+        """Layer l of a weight tensor, in the place where it is read; l is 0 for a tensor that belongs to no layer."""
         if name in OUTER:
             return self.params[name]
         return self.params[name][l] if self._layer_weights is None else self._layer_weights[layer_slot(l)][name]
 
     def gradient(self, group, name, l):
-        """The same of its gradient, where it is written, as one of a group (see gradient_groups)."""
+        """Layer l of a weight tensor's gradient, in the place where it is written as one of a group (see gradient_groups)."""
         if name in OUTER:
             return self.grads[name]
         if self._layer_gradients is None:
@@ -116,11 +117,11 @@ class GPT2:
         return self.grads[name] if group == "lnf" else self._layer_gradients[layer_slot(group)][name]
 
     def _layer(self, l):
-        """Layer l's activations, parameters and gradients under their table names; a gradient's has a leading d."""
+        """Layer l's activations, parameters and gradients under their table names; a gradient's name has a leading d."""
         acts, layer = self.acts, SimpleNamespace(number=l)
         for name in (a.name for a in BLOCK_ACTIVATIONS if a.name in acts and a.name != "residual3"):
             setattr(layer, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
-        layer.all_rows = {}  # of ln1 and ln2, where all parts' rows are kept
+        layer.all_rows = {}  # name -> the rows of all parts of ln1 and ln2, where these are kept
         if self.plan.options.keeps_gathered:
             layer.all_rows = {name: getattr(layer, name) for name in ("ln1", "ln2")}
             for name, rows in layer.all_rows.items():
@@ -132,11 +133,12 @@ class GPT2:
                 setattr(layer, p.name, self.weight(p.name, l))
                 if p.name != "fcprojb":
                     setattr(layer, "d" + p.name, self.gradient(l, p.name, l))
-        layer.dproj_bias = None if l == 0 else self.gradient(l, "fcprojb", l - 1)  # of the projection whose output is this block's input
+        # the gradient of the bias of the projection whose output is this block's input
+        layer.dproj_bias = None if l == 0 else self.gradient(l, "fcprojb", l - 1)
         return layer
 
     def _final_norm(self):
-        """The last layernorm, as the ln1 of a block above the last. Its gradient lies where its output does."""
+        """The last layernorm, as the ln1 of a block above the last. The gradient of its output overwrites that output."""
         acts, L = self.acts, self.config.num_layers
         return SimpleNamespace(
             residual=self._residual3(L - 1), ln1=acts["lnf"], ln1_mean=acts["lnf_mean"], ln1_rstd=acts["lnf_rstd"],
@@ -148,14 +150,14 @@ class GPT2:
     # weights
 
     def init_random(self):
-        """llm.c's initialisation, which is the order torch would draw in: see llmc-compat, "Numerics"."""
+        """llm.c's initialisation, which draws in the order torch would: see llmc-compat, "Numerics"."""
         generator = torch.Generator().manual_seed(INIT_SEED)
         std = {"normal": 0.02, "residual": 0.02 / sqrt(2 * self.config.num_layers)}
 
         held = {t.name: t for t in self.layout_of("parameters")}
 
         def put(tensor, l, at, values):
-            """Elements from `at` on of a whole layer: what is held here of them."""
+            """Store the values of a whole layer's elements from `at` on, as far as they are held here."""
             at += tensor.file_start + l * tensor.file_elements
             for begin, in_file, n in tensor.runs_of(l):
                 first, last = max(at, in_file), min(at + len(values), in_file + n)
@@ -163,8 +165,8 @@ class GPT2:
                     self.flat["parameters"][begin + first - in_file : begin + last - in_file].copy_(values[first - at : last - at])
 
         def draw(tensor, l, n):
-            # in pieces, so that wte's draws need no 154 MB of their own; torch draws 16 normals at a time and treats a last
-            # group of fewer apart, so a piece is whole groups and the last one holds the tail
+            # in pieces, so that wte's draws need no 154 MB of their own; torch draws 16 normals at a time and treats a shorter
+            # last group differently, so every piece is whole groups and the last piece also holds the tail
             cuts = [*range(0, max(1, n // 16 * 16 - INIT_PIECE), INIT_PIECE), n]
             for at, end in zip(cuts, cuts[1:]):
                 self.sharing.moved()
@@ -182,7 +184,7 @@ class GPT2:
         self.copy_weights_to_master()
 
     def layout_of(self, arena, shared=False):
-        """Where the tensors lie in an arena: whole, or this rank's shares of them; or in one of shares, if `shared`."""
+        """Where the tensors lie in an arena: whole, or this rank's shares of them if the arena is sharded; if `shared`, always shares."""
         o = self.plan.options
         ranks = o.ranks if shared else o.ranks_of(arena)
         return flat_layout(self.config, ranks, self.sharing.rank % ranks, o.tensor_parallel, self.parts.rank)
@@ -203,7 +205,7 @@ class GPT2:
         self._forward()
 
     def _forward(self, for_backward=True):
-        """Where residuals go to host memory, they do so only for a backward pass."""
+        """Residuals that the plan moves to host memory go there only if a backward pass follows."""
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
         self.sharing.need("outer", then=0)
         encode = self.parts.encoder_forward or self.ops.encoder_forward
@@ -216,16 +218,16 @@ class GPT2:
             residuals.after_forward(layer.number)
 
     def _block_forward(self, l, above):
-        """Block l, from its ln1 on, and the ln1 of the block above; None for no more than the output of this one."""
+        """Block l, whose ln1 has run already, and the ln1 of the block above; with above=None only as far as this block's output."""
         self.sharing.need(l.number, then=above and above.number)
         for forward in self.forward_passes:
             forward(self, l)
         if above and above.number is not None:
-            self.sharing.need(above.number)  # its layernorm joins in
+            self.sharing.need(above.number)  # its ln1 is computed in the pass of _fcproj
         self._fcproj(l, above)
 
     def _all_rows(self, l, name, again=False):
-        """ln1 or ln2 of all parts: (B, T, C). In backward they come `again`, and may be there still."""
+        """ln1 or ln2 with the rows of all parts, (B, T, C). Backward needs them `again`, and they may still be there."""
         if name not in l.all_rows:
             return (self.parts.still_gathered if again else self.parts.gathered)(getattr(l, name))
         if not again:
@@ -236,7 +238,7 @@ class GPT2:
         self.ops.matmul_forward(out, inp, weight, bias, room=self.matmul_room)
 
     def _summed_matmul(self, out, inp, weight, bias):
-        """out (B, s, C) = inp @ weight.T + bias, of which each part has some columns of inp and of the weight."""
+        """out (B, s, C) = inp @ weight.T + bias, summed over parts, each of which has some columns of inp and of the weight."""
         self._matmul(self.parts.partial(out), inp, weight, self.parts.bias(bias))
         self.parts.sum_partial(out)
 
@@ -284,12 +286,13 @@ class GPT2:
     # head: logits exist for one chunk of rows at a time
 
     def _head_chunks(self):
-        """The rows of each chunk, as slices of this part's."""
+        """Each chunk, as a slice of this part's rows."""
         rows, size = (n // self.parts.size for n in (self.B * self.T, len(self.acts["logits"])))
         return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
     def _classify(self, chunk, dloss):
-        """Add to the losses of a chunk of rows, of all parts; its logits, their own gradient if dloss is given, and its lnf."""
+        """Add to the losses of a chunk of rows, those of all parts. Returns the chunk's logits, which have become their own gradient if
+        dloss is given, and its rows of lnf."""
         a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], chunk)
         logits = a["logits"][: len(lnf)]
         self.ops.matmul_forward(logits, lnf, self.params["wte"], room=self.head_room)
@@ -321,9 +324,9 @@ class GPT2:
     # backward
 
     def train(self, inputs, targets, grad_accum_steps=1, micro_step=0, order=None):
-        """Forward and backward of one micro-step: gradients of the mean loss over all of them, into grads.
+        """Forward and backward of one micro-step: its part of the gradient of the mean loss over all micro-steps, into grads.
 
-        inputs, targets (B, T) int64; order is the TokenOrder of the inputs, sorted here if the loader has not. Micro-step 0 writes
+        inputs, targets (B, T) int64; order is the TokenOrder of the inputs, computed here if it is None. Micro-step 0 writes
         the gradients, later ones add to them.
         """
         copy_in(self.acts["inputs"], inputs)
@@ -336,19 +339,19 @@ class GPT2:
         self.run(f"micro-step of {grad_accum_steps}, {'adding' if micro_step else 'writing'}", forward_and_backward)
 
     def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
-        """The second half of train, after forward."""
+        """The second half of train, to be called after forward."""
         staged = self._stage_backward(targets, order or token_order(self.acts["inputs"].cpu()))
         self._backward(grad_accum_steps, micro_step, staged)
 
     def _stage_backward(self, targets, order):
-        """Copy in what backward needs to know of this batch; what the encoder's is to be given."""
+        """Copy in what backward needs to know of this batch. Returns what launch_encoder_backward takes as `staged`."""
         copy_in(self.acts["targets"], targets)
         seed = (self.rng.u32() + self.sharing.rank * ENCODER_SEEDS) % 2**32
         return self.ops.stage_encoder_backward(self.parts.own_order(order), seed, self.acts)
 
     def _backward(self, grad_accum_steps, micro_step, staged):
         a, sharing = self.acts, self.sharing
-        self.accumulate = micro_step > 0 and not self.plan.options.reduces_always  # else they are summed over ranks first
+        self.accumulate = micro_step > 0 and not self.plan.options.reduces_always  # else they add up after the sum over ranks
         if micro_step == 0:
             a["losses"].zero_()
 
@@ -378,12 +381,12 @@ class GPT2:
             self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, a, accumulate=self.accumulate
         )  # fmt: skip
         complete("encoder")
-        sharing.finish()  # what is summed may lie where the next forward pass, or the update, puts something else
+        sharing.finish()  # the sums may lie in memory that the next forward pass, or the update, uses for something else
 
     def _head_backward(self, dloss):
-        """Losses, lnf's gradient over lnf itself (a chunk's rows are not read again) and wte's gradient, chunk by chunk of rows.
+        """Losses, lnf's gradient, written over lnf (a chunk's rows are not read again), and wte's gradient, one chunk of rows at a time.
 
-        Over more than a few chunks a bf16 sum would lose bits: then groups of chunks are summed in bf16, the groups in fp32.
+        Over more than a few chunks a bf16 sum would lose bits: then the chunks of a group are summed in bf16, and the groups in fp32.
         """
         a, dwte, chunks = self.acts, self.grads["wte"], self._head_chunks()
         in_groups = head_sums(self.plan.options)
@@ -406,7 +409,7 @@ class GPT2:
             dwte.copy_(a["dwte_sum"])
 
     def _room_of_logits(self):
-        """The memory of a chunk's bf16 logits, which have been read, as fp32: flat, and no more than fits a cache."""
+        """The memory of a chunk's bf16 logits, which are no longer needed, as flat fp32 scratch that is small enough for a cache."""
         logits = self.acts["logits"].view(-1)
         return logits[: len(logits) // 2 * 2].view(torch.float32)[: self.tuning.row_elements]
 
@@ -415,11 +418,11 @@ class GPT2:
         return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
 
     def tokens(self, grad_accum_steps) -> int:
-        """Tokens of a step, on all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.B * self.T * grad_accum_steps * self.sharing.size
 
     def _matmul_dout(self, dout, room=None):
-        """What is to be done about dout once, before it meets weight and input."""
+        """What is done once with dout, before it is multiplied by the weight and by the input: FP8 matmuls convert it."""
         if self.plan.options.matmul == "fp8":
             self.ops.matmul_dout(dout, room or self.matmul_room)
 
@@ -430,13 +433,13 @@ class GPT2:
         self.ops.matmul_dinput(dinp, dout, weight, room=room or self.matmul_room)
 
     def _matmul_backward(self, dinp, dweight, dout, inp, weight):
-        """Of a matmul whose results are summed: dout and dinp are of all rows."""
+        """Backward of a matmul whose results are summed over parts: dout and dinp have all rows."""
         self._matmul_dout(dout)
         self._matmul_dweight(dweight, dout, inp)
         self._matmul_dinput(dinp, dout, weight)
 
     def _gathered_matmul_backward(self, l, name, dinp, dweight, dout, weight):
-        """Of a matmul of all parts' rows of ln1 or ln2."""
+        """Backward of a matmul whose input is all parts' rows of ln1 or ln2."""
         self._matmul_dout(dout)
         self._matmul_dweight(dweight, dout, self._all_rows(l, name, again=True))
         self._matmul_dinput(self.parts.partial(dinp), dout, weight)
@@ -495,20 +498,20 @@ class GPT2:
     # update
 
     def grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient, before clipping: one fp32 number, which stays on the device until it is asked for."""
+        """Global norm of the gradient, before clipping: one fp32 number, which stays on the device until it is read."""
         self.run("norm", self._norm)
         return self.acts["grad_norm"][0]
 
     def _norm(self):
-        """The gradient's norm, and the sum of the losses to be read beside it."""
+        """The gradient's norm, and the sum of the losses, which is read along with it."""
         a, sharing = self.acts, self.sharing
-        sharing.settle()  # also where no update follows: slots of weights may lie where this works
+        sharing.settle()  # also if no update follows: the slots of weights may share memory with this scratch
         torch.sum(a["losses"].view(-1), 0, keepdim=True, out=a["loss_sum"])
         self.ops.global_norm(a["grad_norm"], sharing.gradients(), a, piece=self.tuning.update_elements)
         sharing.combine(a.get("rank_numbers"), a["loss_sum"], a["grad_norm"])
 
     def update(self, learning_rate, weight_decay, step, grad_norm):
-        """One AdamW step; `step` counts from 1. The gradient, of norm `grad_norm`, a tensor or a number, is clipped to norm 1."""
+        """One AdamW step; `step` counts from 1. grad_norm, a tensor or a number, is the gradient's norm, which is clipped to at most 1."""
         last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
         tensors = tensor_states(self.layout, self.rng, last_seeds)
         numbers = dict(lr=learning_rate, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
@@ -521,20 +524,20 @@ class GPT2:
         self.run("update", update)
 
     def master_pieces(self):
-        """The fp32 weights that the next update of this rank starts from, flat, in the order of its arenas, a piece at a time; each is
-        overwritten by the next."""
+        """Yields the fp32 weights that this rank's next update starts from, flat, a piece at a time in the order of its arenas. Each
+        piece may be overwritten by the next."""
         flat = self.sharing.updated()
-        if self.plan.options.precision == "fp32":  # then they are the weights themselves
+        if self.plan.options.precision == "fp32":  # then the weights are their own master
             yield flat["parameters"]
             return
         for tensor, piece in self._weight_pieces():
             yield read_master(flat, piece, tensor.seed, self.acts)
 
     def load_master(self, master):
-        """Take fp32 weights into the master, in whatever form it is kept, and make the bf16 weights from them.
+        """Load fp32 weights into the master, whatever form that has, and round the bf16 weights from them.
 
-        master(at, n) reads n of them in the order of this rank's arenas. rng_state_last_update must be the one that the weights
-        were last rounded with.
+        master(at, n) reads n of them from element `at` on, in the order of this rank's arenas. rng_state_last_update must be the
+        state with which the weights were last rounded.
         """
         flat = self.sharing.updated()
         for tensor, piece in self._weight_pieces():
@@ -546,11 +549,11 @@ class GPT2:
         self.sharing.spread()
 
     def last_tensor_states(self):
-        """What tensor_states gave to the last update; 0 stands for the seeds before it."""
+        """What tensor_states gave to the last update, but with 0 for each last_seed."""
         return tensor_states(self.layout, XorShift(self.rng_state_last_update), XorShift(0))
 
     def _weight_pieces(self):
-        """(tensor, piece) of all weights as the last update left them; its seeds are the tensors'."""
+        """Yields (tensor, piece) for all weights as the last update left them; the tensors have that update's seeds."""
         for tensor in self.last_tensor_states():
             for piece in pieces_of(tensor, self.acts):
                 yield tensor, piece
@@ -576,7 +579,7 @@ class GPT2:
         for l, above, cache in zip(self.layers, [*self.layers[1:], self.final], a["kv_cache"]):
             self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
-            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # of one row, in which every weight is read once: torch's
+            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # torch's own: for one row every weight is read only once
             self.ops.attention_one_row(atty, qkvr, cache, position, self.NH)
             matmul_forward(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
             self.parts.sum_row(ln)
@@ -594,8 +597,8 @@ class GPT2:
 
 
 def tensor_states(layout, seeds: XorShift, last_seeds: XorShift) -> list[TensorState]:
-    """The tensors of a flat_layout as the update sees them, each with a rounding seed, drawn in file order as llm.c does, and its
-    last one."""
+    """The tensors of a flat_layout as the update sees them, each with its rounding seed, drawn in file order as llm.c does, and the
+    seed of its last rounding."""
     return [
         TensorState(
             t.start, t.layers * t.elements, t.layers, t.parameter.decay, seed=seeds.u32(), last_seed=last_seeds.u32(), first=t.noise_first
@@ -605,5 +608,5 @@ def tensor_states(layout, seeds: XorShift, last_seeds: XorShift) -> list[TensorS
 
 
 def run_at_once(name, work):
-    """What Graphs.run does where nothing is captured."""
+    """Stands in for Graphs.run where nothing is captured."""
     work()

@@ -1,8 +1,8 @@
-"""Graphs: work that is launched again and again, launched as one.
+"""Graphs: work that is launched again and again, launched as a whole.
 
-All addresses are the plan's, and what changes from step to step lies in its memory, so a step captured once is every step. On a GPU it is
-a CUDA graph, which takes the host some ten microseconds to launch instead of some milliseconds, for which a small batch waits. On a CPU it
-is a list of calls: see llmc/kernels_cpu/recording.py.
+All addresses are the plan's, and what changes from step to step lies in its memory, so a step that is captured once serves for every step.
+On a GPU it is a CUDA graph, which the host launches in some ten microseconds instead of some milliseconds; with a small batch, the GPU
+would wait for these. On a CPU it is a list of calls: see llmc/kernels_cpu/recording.py.
 """
 
 import gc
@@ -13,9 +13,9 @@ from llmc.errors import UserError, is_out_of_memory, lines_of
 
 
 class Graphs:
-    """Runs work by name: as it comes the first time, which sets libraries up; from then on as a graph, captured the second time.
+    """Runs work by name: the first time directly, which sets libraries up; from then on as a graph, captured the second time.
 
-    They live as long as this object. capture(work) returns what has a replay(); it launches nothing.
+    Graphs live as long as this object. capture(work) returns an object that has a replay(), and launches nothing.
     """
 
     def __init__(self, capture):
@@ -37,22 +37,22 @@ class Graphs:
         except Exception as error:
             reasons = list(causes(error))
             for reason in filter(is_out_of_memory, reasons):
-                raise reason  # and not the end of the capture, which only says that it is broken
+                raise reason  # not the error that ends the capture, which only says that it is broken
             reason = lines_of(reasons[-1])[0]
             raise UserError(f"the {name} cannot be captured as a graph ({reason}); use --cuda-graph 0") from error
 
 
 def causes(error):
-    """An error, the one it came up in the handling of, and so on: the end of a broken capture only says that it is broken."""
+    """Yield an error, the one during whose handling it was raised, and so on: the end of a broken capture only says that it is broken."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def graphs_on(kind: str) -> Graphs:
-    """Graphs of a device, cuda or cpu.
+    """The Graphs of a device, cuda or cpu.
 
-    CUDA's share one pool of memory for what their library calls allocate: they run one after the other, on one stream, and leave nothing
+    CUDA graphs share one memory pool for what their library calls allocate: they run one after the other, on one stream, and leave nothing
     there that is read later.
     """
     if kind == "cpu":
@@ -65,9 +65,9 @@ def graphs_on(kind: str) -> Graphs:
 
 
 def capture_cuda_graph(work, pool):
-    """A torch.cuda.CUDAGraph of work(), on the current stream, so that libraries use the memory they have for it already.
+    """A torch.cuda.CUDAGraph of work(), captured on the current stream, so that libraries use the memory they already have for it.
 
-    No garbage is collected meanwhile: an earlier graph, or a kernel, that went away in the middle of a capture would break it.
+    No garbage is collected meanwhile: if an earlier graph, or a kernel, were freed in the middle of a capture, that would break it.
     """
     import torch
 
@@ -87,9 +87,9 @@ def capture_cuda_graph(work, pool):
 
 
 def _close_pool(pool):
-    """After a capture that could not be ended, torch before 2.12 would go on allocating from its pool, and refuse to empty its cache."""
+    """Let go of the pool of a capture that could not be ended: torch before 2.12 would go on allocating there, and not empty its cache."""
     import torch
 
-    with suppress(RuntimeError):  # of one that could: this has been done
+    with suppress(RuntimeError):  # raised if the capture could be ended: then it is done already
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)

@@ -1,5 +1,5 @@
-"""SIGINT, SIGTERM, SIGHUP, the loss of who reads what is printed, data that cannot be trained on, and a log that cannot be written, as a
-question the loop asks between steps: should we stop?"""
+"""The question that the loop asks between steps: should we stop? Reasons are SIGINT, SIGTERM, SIGHUP, output that can no longer be
+printed, data that cannot be trained on, and a log that cannot be written."""
 
 import os
 import signal
@@ -8,18 +8,18 @@ from contextlib import suppress
 
 from llmc.errors import LOST_OUTPUT, print_nothing_more
 
-ASKED_TWICE = signal.SIGINT, signal.SIGTERM  # the second of which ends the process at once
+ASKED_TWICE = signal.SIGINT, signal.SIGTERM  # a second one ends the process at once
 
 
 class StopRequest:
-    """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one gets the system's own treatment: the process ends at once. But not a
-    second SIGHUP, as a closed terminal may send several, nor any where nohup has it ignored.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one has the system's default effect: the process ends at once. But a second
+    SIGHUP is ignored, as a closed terminal may send several; where nohup has SIGHUP ignored, it stays so.
 
-    requested    whether this process was asked
-    agreed       whether the run stops: with several processes once all know that one was asked, which they tell each other every step,
-                 and every few batches of an evaluation
-    lost_output  why nothing can be printed any more, if that is what asked
-    error        with which the run ends, if that is what asked
+    requested    whether this process was asked to stop
+    agreed       whether the run stops: with several processes, once all know that one was asked. They tell each other every step, and
+                 every few batches of an evaluation
+    lost_output  the error for which nothing can be printed any more, if that is the reason
+    error        the error with which the run ends, if that is the reason
     """
 
     def __init__(self, alone=True):
@@ -33,7 +33,7 @@ class StopRequest:
             signal.signal(signal.SIGHUP, self._remember)
 
     def cannot_go_on(self, error: Exception):
-        """Ask because the next step, or a validation, or what is to be written of them, is impossible. The first error counts."""
+        """Ask to stop because the next step, or a validation, or writing what they produced, is impossible. The first error counts."""
         self.error = self.error or error
         self._ask()
 
@@ -42,7 +42,7 @@ class StopRequest:
         self.agreed |= self._alone
 
     def _lose_output(self, error):
-        if not self.requested:  # else a checkpoint is on its way, and Ctrl-C ends what reads us too
+        if not self.requested:  # else a checkpoint is on its way, and Ctrl-C ends what reads our output too
             self.lost_output = error
             self._ask()
 
@@ -54,14 +54,14 @@ class StopRequest:
         words = f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once"
         try:
             print(words, flush=True)
-        except RuntimeError:  # the signal landed inside another print, which has the buffer
+        except RuntimeError:  # the signal landed inside another print, which holds the buffer
             with suppress(OSError):
                 os.write(1, f"{words}\n".encode())
 
 
 class StillPrinting:
-    """Standard output of a run, which it may outlive: the end of who reads it, a full disk or a closed terminal must not cost the
-    checkpoint. The first such failure is told to lost(error); what is printed from then on goes nowhere."""
+    """Standard output of a run that may outlive it: the end of its reader, a full disk or a closed terminal must not cost the checkpoint.
+    The first such failure is passed to lost(error); what is printed from then on goes nowhere."""
 
     def __init__(self, stream, lost):
         self._stream, self._lost = stream, lost

@@ -1,4 +1,4 @@
-"""How much of a GPU's promise a step kept: FLOPs of the model, FLOP/s of the card. Source: llm.c llmc/mfu.h and gpt2_estimate_mfu.
+"""Model FLOPs utilization: the share of a GPU's peak FLOP/s that a step reaches. Source: llm.c llmc/mfu.h and gpt2_estimate_mfu.
 
 Peaks are dense (no 2:4 sparsity) tensor-core rates with fp32 accumulation, the kind a training matmul runs at:
 
@@ -25,7 +25,7 @@ def _cuda(cores: int, mhz: int) -> tuple[None, float]:
     return None, 2 * cores * mhz / 1e6
 
 
-# name -> TFLOP/s (bf16, fp32); fp32 is TF32 where the card has it. None: it cannot, or nobody published it
+# name -> TFLOP/s (bf16, fp32); fp32 is TF32 where the card has it. None: the card does not have it, or no figure is published
 PEAKS = {
     # Volta, Turing
     "V100": _cuda(5120, 1530), "V100-PCIE": _cuda(5120, 1370), "V100S-PCIE": _cuda(5120, 1597), "TITAN V": _cuda(5120, 1455),
@@ -38,7 +38,7 @@ PEAKS = {
     "A100": (312.0, 156.0), "A800": (312.0, 156.0), "A30": (165.0, 82.0),
     "A2": (18.0, 9.0), "A10": (125.0, 62.5), "A10G": (70.0, 35.0), "A16": (17.9, 9.0), "A40": (149.7, 74.8),  # A16: each of its four GPUs
     "L4": (121.0, 60.5), "L20": (119.5, 59.8), "L40": (181.0, 90.5), "L40S": (362.1, 183.0),
-    # Hopper: an H100 that does not say is the SXM module
+    # Hopper: an H100 whose name does not say which is the SXM module
     "H100": (989.4, 494.7), "H100 PCIe": (756.0, 378.0), "H100 80GB HBM2e": (756.0, 378.0), "H100 NVL": (835.5, 417.8),
     "H200": (989.4, 494.7), "H200 NVL": (835.5, 417.8), "GH200": (989.4, 494.7), "H800": (989.4, 494.7), "H800 PCIe": (756.0, 378.0),
     "H20": (148.0, 74.0),
@@ -58,7 +58,7 @@ PEAKS = {
     "RTX 5070 Ti": _tensor(280, 2452, HALF_RATE), "RTX 5070": _tensor(192, 2512, HALF_RATE), "RTX 5060 Ti": _tensor(144, 2572, HALF_RATE),
     "RTX 5060": _tensor(120, 2497, HALF_RATE), "RTX 5050": _tensor(80, 2572, HALF_RATE),
     # workstation cards that llm.c lists, the ADA ones under names that no driver reports (the real ones follow below). llm.c takes the
-    # GeForce rate for them, half of their datasheets' figure, and so prints twice the utilization
+    # GeForce rate for them, half of their datasheets' figures, and so prints twice the utilization
     "RTX A2000": _tensor(104, 1200, FULL_RATE), "RTX A4000": _tensor(192, 1560, FULL_RATE), "RTX A4500": _tensor(224, 1650, FULL_RATE),
     "RTX A5000": _tensor(256, 1695, FULL_RATE), "RTX A5500": _tensor(320, 1770, FULL_RATE), "RTX A6000": _tensor(336, 1800, FULL_RATE),
     "RTX A2000 ADA": _tensor(88, 2130, FULL_RATE), "RTX A4000 ADA": _tensor(192, 2175, FULL_RATE),
@@ -73,7 +73,7 @@ PEAKS = {
     "RTX 5880 Ada": _tensor(440, 2460, FULL_RATE),
     "RTX 6000 Ada": _tensor(568, 2505, FULL_RATE),
     "RTX PRO 6000 Blackwell": _tensor(752, 2617, FULL_RATE), "RTX PRO 6000 Blackwell Max-Q": _tensor(752, 2280, FULL_RATE),
-    "RTX PRO 6000 Blackwell Server": _tensor(752, 2493, FULL_RATE),  # this clock, SFF's and the 2000's: from their fp32 figure
+    "RTX PRO 6000 Blackwell Server": _tensor(752, 2493, FULL_RATE),  # this clock, the SFF's and the 2000's follow from their fp32 figures
     "RTX PRO 5000 Blackwell": _tensor(440, 2617, FULL_RATE), "RTX PRO 4500 Blackwell": _tensor(328, 2617, FULL_RATE),
     "RTX PRO 4000 Blackwell": _tensor(280, 2617, FULL_RATE), "RTX PRO 4000 Blackwell SFF": _tensor(280, 1339, FULL_RATE),
     "RTX PRO 2000 Blackwell": _tensor(136, 1953, FULL_RATE),
@@ -86,7 +86,7 @@ OTHER_HARDWARE = ("Laptop", "Mobile", "with Max-Q", "MIG")
 def promised_tflops(device_name: str, precision: str, tf32: bool = True) -> float | None:
     """Peak TFLOP/s of the card the driver calls `device_name`, or None if it is not in the table or cannot do it.
 
-    precision is "bf16", or "fp32", which means TF32 where the card has it; without `tf32` the table knows only cards that lack it.
+    precision is "bf16", or "fp32", which means TF32 where the card has it; without `tf32` only the fp32 of cards that lack TF32 is known.
     The row with the longest name that occurs in `device_name`, word for word, wins: "NVIDIA H100 80GB HBM3" finds H100,
     "NVIDIA A100-SXM4-40GB" does not find A10.
     """
@@ -110,7 +110,7 @@ def flops_per_token(num_parameters: int, L: int, C: int, T: int) -> int:
 
 
 def model_flops_utilization(flops_per_token: int, tokens: int, dt_s: float, peak_tflops: float | None) -> float | None:
-    """The share of the peak that `tokens` of one device in dt_s seconds came to, 0 to 1; None if the peak is unknown."""
+    """The share of the peak, 0 to 1, that one device reaches with `tokens` in dt_s seconds; None if the peak is unknown."""
     return flops_per_token * tokens / dt_s / (peak_tflops * 1e12) if peak_tflops else None
 
 

@@ -1,8 +1,8 @@
 """How unusual is this loss, or this gradient norm? A z-score against the last 128 values. Source: llm.c llmc/outlier_detector.h.
 
-The sums are updated, not recomputed, in the order llm.c updates them, so scores repeat it bit for bit. Three things are kinder here:
-a value whose update was skipped can be taken back out (undo); a loss of nan or inf, which would turn the sums into nan for the rest
-of the run, never enters; and after values that dwarfed all others, a thousand times theirs and more, the sums are taken anew.
+The sums are updated, not recomputed, in the order llm.c updates them, so scores equal llm.c's bit for bit. Three things are more
+forgiving here: a value whose update was skipped can be taken back out (undo); a loss of nan or inf, which would turn the sums into nan
+for the rest of the run, never enters; and after values that dwarfed all others, by a factor of a thousand or more, the sums are recomputed.
 """
 
 from math import isfinite, nan, sqrt
@@ -10,7 +10,7 @@ from math import isfinite, nan, sqrt
 from llmc.errors import UserError
 
 WINDOW_SIZE = 128
-DWARFS = 1e6  # once the sum of squares was so many times what it is now, digits are lost that subtracting does not give back
+DWARFS = 1e6  # if the sum of squares has been this many times what it is now, digits are lost that subtracting does not restore
 
 
 class OutlierDetector:
@@ -21,11 +21,11 @@ class OutlierDetector:
         self._index = 0  # of the oldest value, once the window is full
         self._sum = 0.0
         self._sum_sq = 0.0
-        self._largest = 0.0  # sum of squares since the sums were taken anew
+        self._largest = 0.0  # the largest sum of squares since the sums were last recomputed
         self._undo = None  # what update() overwrote
 
     def update(self, x: float) -> float:
-        """Take x into the window and return its z-score against the window it is now part of; nan for the WINDOW_SIZE that fill it.
+        """Take x into the window and return its z-score against the window it is now part of; nan for the first WINDOW_SIZE.
 
         Values that never vary score 0. A nan or inf scores nan and stays out.
         """
@@ -50,7 +50,7 @@ class OutlierDetector:
         return self._z(x)
 
     def undo(self) -> None:
-        """Take the last update's value out again: the state is what it was before, to the bit. Once per update."""
+        """Take the last update's value out again: the state is what it was before, to the bit. At most once per update."""
         assert self._undo is not None, "nothing to undo"
         # the saved sums come back: subtracting x would leave a rounding error behind
         length, self._index, oldest, self._sum, self._sum_sq, self._largest = self._undo
@@ -75,7 +75,7 @@ class OutlierDetector:
         try:
             window = [float.fromhex(x) for x in state["window"]]
             index, total, total_sq = state["index"], float.fromhex(state["sum"]), float.fromhex(state["sum_sq"])
-            largest = float.fromhex(state.get("largest", state["sum_sq"]))  # which older checkpoints have not
+            largest = float.fromhex(state.get("largest", state["sum_sq"]))  # older checkpoints lack it
             if len(window) > WINDOW_SIZE or index not in range(WINDOW_SIZE if len(window) == WINDOW_SIZE else 1):
                 raise ValueError(f"{len(window)} values, the oldest at {index}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:

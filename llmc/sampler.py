@@ -7,14 +7,15 @@ def sample_softmax(logits: np.ndarray, coin: float) -> int:
     """The token drawn from softmax(logits) by a coin in [0, 1); temperature 1.
 
     logits  (V,)  fp32  read; padding rows already cut off
-    Walks the cumulative exp(logits) until it exceeds coin * sum, as llm.c: the sum in double, the walk and the product in float32,
-    because the token drawn depends on these roundings. The last token if rounding leaves the coin beyond every one, and for nan.
+    Walks the cumulative exp(logits) until it exceeds coin * sum, as llm.c does: the sum in double, the product rounded to float32, and the
+    walk in float32, because the token drawn depends on these roundings. Returns the last token if rounding leaves the coin beyond all of
+    them, and for nan.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         weights = np.exp(logits, dtype=np.float32)
-        norm = np.cumsum(weights, dtype=np.float64)[-1]  # one after the other, unlike np.sum's pairs
+        norm = np.cumsum(weights, dtype=np.float64)[-1]  # adds one after the other, np.sum in pairs
         if norm == 0 or norm == np.inf:
-            # logits beyond +-88 leave float32: llm.c would always say the last token; shifting them changes no probability
+            # exp of logits beyond +-88 leaves float32: llm.c would always return the last token; a shift changes no probability
             weights = np.exp(logits - logits.max(), dtype=np.float32)
             norm = np.cumsum(weights, dtype=np.float64)[-1]
         threshold = np.float32(np.float64(coin) * norm)

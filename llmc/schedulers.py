@@ -5,7 +5,7 @@ llm.c works in float32, this in Python's doubles: the two agree to 1e-6 relative
 
 from math import cos, pi, sqrt
 
-# kind -> share of the decaying part that is left when p of the decay has passed
+# kind -> share of the decaying part that is left after the share p of the decay's steps
 DECAYS = {
     "cosine": lambda p: 0.5 * (1 + cos(pi * p)),
     "linear": lambda p: 1 - p,
@@ -18,7 +18,7 @@ def learning_rate(kind: str, step: int, *, lr: float, warmup: int, total_steps: 
 
     lr is the highest rate, final_fraction * lr the one that decay ends at, warmup the number of steps that rise to lr.
     `constant` ignores warmup, as llm.c's does. Warmup wins over decay: with warmup >= total_steps every step of the run rises.
-    From total_steps on (llm.c divides by zero or asserts there, as after -x was lowered on resume) decay stays at its end.
+    From total_steps on, as after -x was lowered on resume, decay stays at its end; llm.c divides by zero or asserts there.
     """
     if kind == "constant":
         return lr

@@ -1,13 +1,13 @@
-"""Small arithmetic that many share."""
+"""Small arithmetic that many modules share."""
 
 MIB = 1024 * 1024
 
 
 def whole(n: int, unit: int) -> int:
-    """n, or the next multiple of a unit."""
+    """n rounded up to a multiple of unit."""
     return -(-n // unit) * unit
 
 
 def even_part(n: int, most: int) -> int:
-    """The largest of parts of n that are as few and as even as can be, each of at most so much."""
+    """The size of the largest part when n is cut into parts of at most `most`, as few and as even as possible."""
     return -(-n // -(-n // most))

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A training step here against plain PyTorch, in one run, the two in turn.
+"""A training step of this trainer against plain PyTorch, the two in turn, in one run.
 
     python scripts/bench.py -e d12 -b 4 -t 64                      time, fp32 and bf16
-    python scripts/bench.py --sweep                                d6 and d12, from 256 to 4096 tokens a step, as a table
-    python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each as a process of its own
+    python scripts/bench.py --sweep                                d6 and d12, from 256 to 4096 tokens per step, as a table
+    python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each, in a process of its own
 
-Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and what share a step comes to of this machine's
-matmul rate, the best of a large matmul's in the tenth of a second before the two steps. A step's FLOPs are those of its matmuls and of
-attention's products, of which the causal half counts, each once, as in llm.c's MFU.
+Prints medians, the ratio (below 1: this trainer is faster, or smaller), tokens/s, and the share that a step reaches of this machine's
+matmul rate: the best rate of a large matmul in the tenth of a second before the two steps. A step's FLOPs are those of its matmuls and of
+attention's products (the causal half of these), each counted once, as in llm.c's MFU.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main():
 
 
 class OurTrainer:
-    """One training step of ours, as train_gpt2.py runs it in that precision."""
+    """One training step of this trainer, as train_gpt2.py runs it in the given precision."""
 
     def __init__(self, args, config, precision, backend):
         words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
@@ -117,7 +117,7 @@ class OurTrainer:
 
 
 def config_of(args):
-    """Raises UserError for a model that does not exist, or knows fewer positions than -t."""
+    """The ModelConfig of -e. Raises UserError for a model that does not exist, or has fewer positions than -t."""
     config = config_from_descriptor(args.model)
     check_lengths(parse(["-t", str(args.sequence_length), "-s", "0"]), config)
     return config
@@ -138,8 +138,8 @@ def compare_time(args, backend, precision):
 
 
 def measure_time(args, backend, precision, warmup=2) -> dict:
-    """Of steps of each side, the two in turn after a large matmul's: medians of their seconds, of that matmul's FLOP/s, and of the share of
-    its rate that each step comes to; the ratios of their seconds; and a step's FLOPs."""
+    """Time steps of the two sides in turn, each pair after a large matmul. Returns medians of the seconds of each side, of the matmul's
+    FLOP/s and of the share of its rate that each side reaches; the ratios of their seconds; and a step's FLOPs."""
     config = config_of(args)
     tokens = random_batch(args, config)
     on_device = torch.from_numpy(tokens).to(backend.device)
@@ -159,7 +159,7 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
             times[name].append(time.perf_counter() - start)
     times, peaks = {name: seconds[warmup:] for name, seconds in times.items()}, peaks[warmup:]
     C, L = config.channels, config.num_layers
-    in_matmuls = 12 * C * C * L + config.padded_vocab_size * C  # the weights that multiply
+    in_matmuls = 12 * C * C * L + config.padded_vocab_size * C  # the weights of the matmuls
     flops = args.batch_size * args.sequence_length * flops_per_token(in_matmuls, L, C, args.sequence_length)
     return {
         **{name: statistics.median(seconds) for name, seconds in times.items()},
@@ -172,7 +172,7 @@ SWEEP_MODELS, SWEEP_SIZES = ("d6", "d12"), ((4, 64), (16, 64), (4, 256), (1, 102
 
 
 def sweep(args, backend, precisions):
-    """A table of all sizes of one model or of all; fewer steps of each, as the large ones take many seconds."""
+    """Print a table of all sizes, of one model or of all; three steps of each at most, as the large ones take many seconds."""
     args.steps, models = min(args.steps, 3), [args.model] if args.model else SWEEP_MODELS
     print(f"-r {args.recompute} on {backend.name}, torch {torch.__version__}; medians of {args.steps} steps, the two in turn")
     print(f"{'model':<6} {'B':>3} {'T':>5} {'':<5} {'ours ms':>8} {'of matmul peak':>15} {'pytorch ms':>11} {'ours/pytorch':>13}")
@@ -184,7 +184,7 @@ def sweep(args, backend, precisions):
 
 
 def measure_host_side(args, precision):
-    """What the loader and the log cost per step, measured apart: too little to see in a step's time."""
+    """Print what the loader and the log cost per step, measured separately: it is too little to see in a step's time."""
     import tempfile
 
     from llmc.data.loader import TokenLoader
@@ -224,14 +224,14 @@ def peak_memory(args, backend, precision) -> str:
 
 
 def compare_memory(precision):
-    """Each side in a process of its own, so that neither's peak hides in the other's."""
+    """Run each side in a process of its own, so that neither's peak hides in the other's."""
     peaks = {}
     for side in ("ours", "pytorch"):
         arguments = [a for a in sys.argv[1:] if a != "--memory"]
         command = [sys.executable, __file__, *arguments, "--precision", precision, "--only", side]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
-            sys.exit(result.returncode)  # it has said why
+            sys.exit(result.returncode)  # it has already said why
         out = result.stdout
         print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
         peaks[side] = int(out.split()[-2])

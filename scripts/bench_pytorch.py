@@ -1,4 +1,4 @@
-"""The yardstick of bench.py: GPT-2 as a PyTorch user writes it, with autograd and torch's own fused pieces."""
+"""The baseline of bench.py: GPT-2 as a PyTorch user writes it, with autograd and torch's own fused operations."""
 
 import torch
 import torch.nn as nn
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class PlainGPT2(nn.Module):
-    """The same sizes, padded vocabulary and tied head as ours."""
+    """A GPT-2 with the same sizes, padded vocabulary and tied head as ours."""
 
     def __init__(self, config):
         super().__init__()
@@ -44,10 +44,10 @@ class PlainGPT2(nn.Module):
 
 
 class PyTorchTrainer:
-    """One training step: forward, backward, clipping, fused AdamW; in bf16 under autocast, with fp32 weights, as is usual.
+    """One training step: forward, backward, clipping, fused AdamW. bf16 runs under autocast, with fp32 weights, as is usual.
 
-    compiled      by torch.compile
-    bf16_weights  weights, gradients and optimizer state in bf16 and no autocast: faster and smaller, at a loss of accuracy
+    compiled      run the model under torch.compile
+    bf16_weights  weights, gradients and optimizer state in bf16, without autocast: faster and smaller, but less accurate
     """
 
     def __init__(self, config, precision, device, *, compiled=False, bf16_weights=False):

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Memory, planned and measured, and speed of several runs: a table and a picture.
 
-    python scripts/compare_memory.py log_a log_b                   of runs made earlier (train_gpt2.py -o log_a)
+    python scripts/compare_memory.py log_a log_b                   compares runs made earlier (train_gpt2.py -o log_a)
     python scripts/compare_memory.py --sweep -e d12 -b 4 -t 256    trains a few steps at every -r level, then compares
     python scripts/compare_memory.py --sweep -e d12 --levels 0 5 -- --precision fp32
 
-Planned is what the program said it would allocate, measured the highest peak over what was in use before. tokens/s and time
-are of the median step; the first step of a process, which sets libraries up, is left out. A run that was resumed is judged by
-its last process, whose plan memory.json holds. The picture needs matplotlib; --no-picture does without.
+"Planned" is what the program said it would allocate; "measured" is the highest peak above what was in use before. tokens/s and
+time are those of the median step; the first step of a process, which sets libraries up, is left out. A run that was resumed is
+judged by its last process, whose plan is in memory.json. The picture needs matplotlib; --no-picture leaves it out.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from scripts.plotting import check_picture, new_figure, read_speed, save_picture
 
 TRAIN = REPO / "train_gpt2.py"
 DATA = (REPO / "dev/data/stdlib/stdlib_train.bin", REPO / "dev/data/tinyshakespeare/tiny_shakespeare_train.bin")
-# settings of train_gpt2.py that a sweep makes itself -> the option here that decides them
+# settings of train_gpt2.py that a sweep sets itself -> the option of this script that decides them
 OWN = {
     "model": "-e", "batch_size": "-b", "sequence_length": "-t", "train_data": "--data", "max_steps": "--steps",
     "recompute": "--levels", "output_dir": "--runs",
@@ -50,18 +50,18 @@ OWN = {
 SWEEP_DEFAULTS = {
     "model": "d12", "batch_size": 4, "sequence_length": 256, "data": None, "steps": 5, "rounds": 2, "levels": list(NOT_KEPT), "runs": None,
 }  # fmt: skip
-PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#b5520b", "#f4a261", "#ffd966", "#8fbf7f", "#8c8c8c")  # blue: lives from start to end
+PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#b5520b", "#f4a261", "#ffd966", "#8fbf7f", "#8c8c8c")  # blue: allocated from start to end
 SPEED_COLOUR = "#8e1b6b"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run folder says. `steps` are (ms, tokens/s) of those that count; `columns` add up to total_bytes."""
+    """What a run folder says. `steps` holds (ms, tokens/s) of each step that counts; `columns` add up to total_bytes."""
 
     folder: Path
     model: str
     device: str
-    options: dict  # of the plan, under the names of flags
+    options: dict  # of the plan, by the names of flags
     total_batch_size: int  # -d as given
     columns: dict[str, int]
     total_bytes: int
@@ -74,17 +74,17 @@ class Run:
 
     @property
     def step_ms(self) -> float | None:
-        """The median; None where no step counts."""
+        """Of the median step; None where no step counts."""
         return statistics.median(ms for ms, _ in self.steps) if self.steps else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median; None where no step counts."""
+        """Of the median step; None where no step counts."""
         return statistics.median(speed for _, speed in self.steps) if self.steps else None
 
     @property
     def settings(self) -> tuple:
-        """What the level is not."""
+        """All that defines the run except its -r level."""
         return self.model, self.device, self.total_batch_size, {**self.options, "recompute": None}
 
 
@@ -118,7 +118,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--no-picture", action="store_true", help="print the table alone")
     parser.add_argument("--sweep", action="store_true", help="train at several levels, one process after another, and compare these runs")
     group = parser.add_argument_group("with --sweep; what stands behind -- goes to train_gpt2.py as it is")
-    d = SWEEP_DEFAULTS  # not argparse's defaults, so that an option without --sweep is seen
+    d = SWEEP_DEFAULTS  # not passed to argparse as defaults, so that an option given without --sweep is noticed
     group.add_argument("-e", "--model", metavar="NAME", help=f"model descriptor or .bin [{d['model']}]")
     group.add_argument("-b", "--batch-size", metavar="B", type=at_least(1), help=f"sequences [{d['batch_size']}]")
     group.add_argument("-t", "--sequence-length", metavar="T", type=at_least(1), help=f"tokens per sequence [{d['sequence_length']}]")
@@ -131,7 +131,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def at_least(lowest: int):
-    """An argparse type: an integer from `lowest` on."""
+    """An argparse type: an integer of at least `lowest`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest:
@@ -142,7 +142,7 @@ def at_least(lowest: int):
 
 
 def check_arguments(args: argparse.Namespace, further: list[str]) -> None:
-    """Raise UserError for options that do not go together, and fill in the defaults of a sweep."""
+    """Raise UserError for options that exclude each other, and fill in the defaults of a sweep."""
     if args.sweep:
         if args.folders:
             raise UserError(
@@ -171,18 +171,18 @@ def check_arguments(args: argparse.Namespace, further: list[str]) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """A Run from memory.json and speed.log. Raises UserError."""
+    """A Run from memory.json and speed.log. Raises UserError if either cannot be read, or memory.json is damaged."""
     path = folder / RECORD_NAME
     if not path.is_file():
         raise UserError(f"{folder} holds no {RECORD_NAME}; expected a folder that a run wrote: python train_gpt2.py ... -o {folder}")
     try:
         record = json.loads(path.read_text())
         plan, phases = record["plan"], {phase["phase"]: phase for phase in record["measured"]}
-        # the names that are needed below, so that a record without them is refused here
+        # look up the names that are needed later, so that a record without them is refused here
         options = plan["options"] | {name: plan["options"][name] for name in ("batch_size", "sequence_length", "precision")}
         options["recompute"] = int(options["recompute"])
         columns = {name: int(plan["columns"][name]) for name in COLUMNS}
-        columns["scratch"] += sum(int(plan["columns"].get(name, 0)) for name in ("gathered", "checkpoint"))  # which few runs have
+        columns["scratch"] += sum(int(plan["columns"].get(name, 0)) for name in ("gathered", "checkpoint"))  # columns that few runs have
         run = Run(
             folder, Path(record["flags"]["model"]).name, record["device"], options, record["flags"]["total_batch_size"],
             columns, int(plan["total_bytes"]),
@@ -199,11 +199,11 @@ def read_run(folder: Path) -> Run:
 
 
 def counted_steps(folder: Path, first: int) -> tuple[tuple[float, float], ...]:
-    """(ms, tokens/s) of the steps behind `first`, the first step of the process that memory.json describes.
+    """(ms, tokens/s) of the steps after `first`, which is the first step of the process that memory.json describes.
 
-    A resumed run appends to the speed.log of those before it. They may have had another -r or device, and where each
-    began is not written down. Where the last process did no step at all (-1), the steps are the earlier ones' and the
-    log's first is left out.
+    A resumed process appends to the speed.log of earlier ones. Those may have had another -r or device, and where each
+    began is not recorded. If the last process did no step at all (first is -1), the steps are those of the earlier processes,
+    without the first step in the log.
     """
     steps = sorted(read_speed(folder / SPEED_NAME).items())
     if first < 0 and steps:
@@ -212,7 +212,7 @@ def counted_steps(folder: Path, first: int) -> tuple[tuple[float, float], ...]:
 
 
 def labels_of(runs: list[Run]) -> list[str]:
-    """-r LEVEL where that tells the runs apart and nothing else does, else the folder's name, or its whole path if that repeats."""
+    """-r LEVEL if the runs differ in that alone, else the folder's name, or its path as given if that name repeats."""
     levels = [run.level for run in runs]
     if len(set(levels)) == len(runs) and all(run.settings == runs[0].settings for run in runs):
         return [f"-r {level}" for level in levels]
@@ -224,9 +224,9 @@ def labels_of(runs: list[Run]) -> list[str]:
 
 
 def sweep(args: argparse.Namespace, further: list[str]) -> tuple[list[Run], list[str]]:
-    """Train at every level in turn, args.rounds times. A Run per level, and a line for each that does not fit in memory.
+    """Train at every level in turn, args.rounds times. Returns a Run per level, and a line for each that does not fit in memory.
 
-    A run that fails otherwise shows its error and ends this program with its exit code.
+    If a run fails in any other way, its error is shown, and this program ends with its exit code.
     """
     levels = list(dict.fromkeys(args.levels))
     found, too_large = {level: [] for level in levels}, {}
@@ -253,7 +253,7 @@ def sweep(args: argparse.Namespace, further: list[str]) -> tuple[list[Run], list
 
 @contextmanager
 def runs_folder(wish: Path | None):
-    """`wish`, made where it is missing, or a temporary folder."""
+    """`wish`, created if it is missing, or a temporary folder."""
     if wish is None:
         with tempfile.TemporaryDirectory(prefix="compare_memory_") as folder:
             yield Path(folder)
@@ -266,7 +266,7 @@ def runs_folder(wish: Path | None):
 
 
 def training_data(args: argparse.Namespace, runs: Path) -> str:
-    """What -i gets: --data, a prepared corpus, or else tokens drawn here, enough for the speed of a step does not depend on them."""
+    """The value of -i: --data, else a prepared corpus, else random tokens written here, as the speed of a step does not depend on them."""
     if args.data:
         return args.data
     for path in DATA:
@@ -280,7 +280,7 @@ def training_data(args: argparse.Namespace, runs: Path) -> str:
 
 
 def train(flags: list) -> str:
-    """Run train_gpt2.py. "" when done, its reason where it does not fit in memory; any other failure ends this program."""
+    """Run train_gpt2.py. Returns "", or its reason if the run does not fit in memory; any other failure ends this program."""
     command = [sys.executable, str(TRAIN), *map(str, flags)]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     code, said = result.returncode, result.stderr.strip() or "\n".join(result.stdout.splitlines()[-5:])
@@ -294,7 +294,7 @@ def train(flags: list) -> str:
 
 
 def together(rounds: list[Run]) -> Run:
-    """One Run of several with the same flags: all their steps, and the highest peak."""
+    """One Run from several with the same flags: all their steps, and the highest peak."""
     return replace(rounds[0], steps=sum((run.steps for run in rounds), ()), peak_bytes=max(run.peak_bytes for run in rounds))
 
 
@@ -302,7 +302,7 @@ def together(rounds: list[Run]) -> Run:
 
 
 def comparison(runs: list[Run], labels: list[str]) -> list[str]:
-    """The lines to print: what is compared, the table, what its numbers relate to."""
+    """The lines to print: what is compared, the table, and what its relative numbers refer to."""
     base = next((i for i, run in enumerate(runs) if run.level == 0), 0)
     heads = ("run", "planned MiB", "measured MiB", "measured/planned", "tokens/s", "rel. memory", "rel. time")
     rows = [
@@ -342,7 +342,7 @@ def listed(values) -> str:
 
 
 def draw(runs: list[Run], labels: list[str]):
-    """The figure: planned memory by purpose as stacked bars, the measured peak of each, and tokens/s on an axis of its own."""
+    """The figure: planned memory by purpose as stacked bars, the measured peak of each run, and tokens/s on an axis of its own."""
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import Normal, Stroke
 
@@ -354,7 +354,7 @@ def draw(runs: list[Run], labels: list[str]):
         memory.bar(places, heights, bottom=below, width=0.6, color=colour, label=name)
         below += heights
     measured = [run.peak_bytes / MIB for run in runs]
-    outline = [Stroke(linewidth=5, foreground="white"), Normal()]  # either may cross bars of any colour
+    outline = [Stroke(linewidth=5, foreground="white"), Normal()]  # the marks and the line may cross bars of any colour
     # a dash almost as wide as the bar: where the line of tokens/s meets it, its ends still show
     memory.plot(places, measured, linestyle="none", marker="_", markersize=min(34, 260 / len(runs)), markeredgewidth=2.5, color="black",
                 path_effects=outline)  # fmt: skip
@@ -371,7 +371,7 @@ def draw(runs: list[Run], labels: list[str]):
         axes.yaxis.set_major_formatter("{x:,.0f}")
     slanted = sum(map(len, labels)) > 60
     memory.set_xticks(places, [*map(shown, labels)], rotation=30 if slanted else 0, ha="right" if slanted else "center")
-    room = max(len(runs), 4) / 2 + 0.1  # one bar or two should not be walls
+    room = max(len(runs), 4) / 2 + 0.1  # keeps one or two bars from being very wide
     memory.set_xlim((len(runs) - 1) / 2 - room, (len(runs) - 1) / 2 + room)
     memory.set_axisbelow(True)
     memory.grid(axis="y", alpha=0.3)
@@ -383,7 +383,7 @@ def draw(runs: list[Run], labels: list[str]):
         Line2D([], [], color=SPEED_COLOUR, linewidth=2, marker="o", markersize=5, label="tokens/s"),
     ]
     half = len(entries) // 2
-    by_column = [entry for pair in zip(entries[:half], entries[half:]) for entry in pair]  # matplotlib fills columns; rows should read on
+    by_column = [entry for pair in zip(entries[:half], entries[half:]) for entry in pair]  # legends fill by columns; this reads by rows
     figure.legend(handles=by_column, loc="outside lower center", ncols=half, fontsize=9, frameon=False)
     return figure
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compile every Triton kernel a training run launches, for cards that need not be there.
+"""Compile every Triton kernel that a training run launches, for cards that need not be present.
 
     python scripts/compile_kernels.py                    sm80, sm90 and sm100, at GPT-2's widths
     python scripts/compile_kernels.py --capability 90 --resources
 
-The launches of real training steps are recorded, in every form of weights, gradients and optimizer state, and each kind is
-compiled down to machine code. --resources prints registers, spills and shared memory, where cuobjdump is at hand.
+The launches of real training steps are recorded, for every form of weights, gradients and optimizer state, and each distinct one
+is compiled down to machine code. --resources prints registers, stack (where spills go) and shared memory, if cuobjdump is available.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.tuning import FP8_PARTIALS
 from llmc.request import FP8_CAPABILITY
 
-# launches are recorded at sizes that a CPU has room for, and compiled for those of a run: some of them become constants if they are 1
+# launches are recorded at sizes that a CPU can hold, and compiled for those of a run: an argument that is 1 may become a constant
 SIZES = {"n_rows": 65536, "rows_each": 256, "B": 64, "T": 1024}
 SMALL = ModelConfig(max_seq_len=64, vocab_size=250, num_layers=1, num_heads=1, channels=64, padded_vocab_size=256)
 FORMS = (
@@ -49,8 +49,8 @@ PLAIN = (dict(precision="bf16"),)
 
 
 def record_attention(channels):
-    """Launch Triton's attention, which is bf16's: forward, backward, and of one row. Heads are of 64 channels, at GPT-2 1.5B's width of the
-    128 that are the most it takes."""
+    """Launch Triton's attention, which is bf16 only: forward, backward, and of one row. Heads have 64 channels, or at GPT-2 1.5B's width
+    128, the most that it takes."""
     from llmc.kernels.functions import triton_attention
 
     HS, T = 128 if channels == 1600 else min(64, channels), 16
@@ -66,7 +66,7 @@ def record_attention(channels):
 
 
 def record_fp8(channels):
-    """Launch what makes operands of FP8 matmuls, in either layout and in both."""
+    """Launch the kernels that make operands of FP8 matmuls: in each layout alone, and in both at once."""
     from llmc.kernels.fp8 import fp8_operand
 
     x, scratch = torch.empty(16, channels, dtype=torch.bfloat16), {"fp8_partials": torch.empty(FP8_PARTIALS)}
@@ -76,14 +76,14 @@ def record_fp8(channels):
 
 
 def compiles_for(capability: int, module: str) -> bool:
-    """Whether kernels of a module are for cards of that compute capability."""
+    """Whether the kernels of a module are meant for cards of that compute capability."""
     return module != "fp8" or divmod(capability, 10) >= FP8_CAPABILITY
 
 
 def recorded_launches(channels, forms=FORMS) -> dict:
-    """What steps launch: (kernel's name, types of arguments, constants, warps) -> (kernel, args, constants, warps).
+    """What steps launch: (module, kernel's name, types of arguments, constants, warps) -> (kernel, args, constants, warps).
 
-    Torch's attention runs on the CPU; kernels and matmuls do not, so the numbers mean nothing.
+    Torch's attention really runs, on the CPU; kernels and matmuls do not, so the numbers mean nothing.
     """
     found = {}
 
@@ -112,7 +112,7 @@ def recorded_launches(channels, forms=FORMS) -> dict:
             model.ops.matmul_dbias(layer.dfcb, acts["dfch"], acts, accumulate=False)  # as -ge 2 does
             heads = [torch.empty(1, 2, 16, channels // 2, dtype=acts["dqkvr"].dtype) for _ in range(3)]
             model.ops.pack_gradients(acts["dqkvr"], layer.dqkvb, heads, 2, acts, accumulate=False)  # a CPU's attention packs by itself
-            for dloss in (1.0, None):  # GPT-2's vocabulary; the model's own is of bytes, as so much of it would be zeroed in vain
+            for dloss in (1.0, None):  # with GPT-2's vocabulary; the model's own is small, or much memory would be zeroed in vain
                 logits = torch.empty(1, 50304, dtype=model.params["wte"].dtype)
                 model.ops.fused_classifier_inplace(
                     logits, model.acts["losses"], model.acts["targets"], {}, V=50257, dloss=dloss, rows_at_once=1
@@ -125,7 +125,7 @@ def recorded_launches(channels, forms=FORMS) -> dict:
 
 
 def resources(binary: bytes) -> str:
-    """What ptxas gave a kernel, from cuobjdump; empty where there is none."""
+    """The registers, stack and shared memory that ptxas gave a kernel, from cuobjdump; empty if there is no cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -1,4 +1,4 @@
-"""GPT-2 weights between Hugging Face and llm.c's .bin, without losing a bit either way.
+"""Convert GPT-2 weights between Hugging Face and llm.c's .bin, without losing a bit either way.
 
     python scripts/convert_hf.py to-bin gpt2 gpt2_124M_bf16.bin --precision bf16
     python scripts/convert_hf.py to-hf log124M/model_00018865.bin hf124M
@@ -35,10 +35,10 @@ HF_NAMES = {
     "ln2w": "h.{l}.ln_2.weight", "ln2b": "h.{l}.ln_2.bias", "fcw": "h.{l}.mlp.c_fc.weight", "fcb": "h.{l}.mlp.c_fc.bias",
     "fcprojw": "h.{l}.mlp.c_proj.weight", "fcprojb": "h.{l}.mlp.c_proj.bias", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias",
 }  # fmt: skip
-TRANSPOSED = {"qkvw", "attprojw", "fcw", "fcprojw"}  # theirs are Conv1D: (in, out); ours are (out, in)
-IGNORED = (".attn.bias", ".attn.masked_bias")  # causal masks old files carry; not parameters
+TRANSPOSED = {"qkvw", "attprojw", "fcw", "fcprojw"}  # theirs are Conv1D weights, (in, out); ours are (out, in)
+IGNORED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files; not parameters
 
-# config.json entries that change the mathematics -> the values this trainer's mathematics agrees with, the default first
+# config.json entries that change the mathematics -> the values that agree with this trainer's, the default first
 REQUIRED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # one formula under two names
@@ -64,8 +64,8 @@ def need(module: str):
 def hf_to_bin(source: str, path, precision: str | None = None) -> None:
     """Write the model at `source` (a folder, or a name on the hub) as a model file.
 
-    precision  "fp32" | "bf16", rounded to nearest even; None keeps bf16 as bf16 and everything else as fp32
-    Raises UserError for a source that is not a GPT-2 this trainer can hold. Memory: one tensor at a time.
+    precision  "fp32" | "bf16", rounded to nearest even; None: bf16 if all tensors are bf16, otherwise fp32
+    Raises UserError for a source that is not a GPT-2 this trainer can represent. Memory: one tensor at a time.
     """
     folder = Path(source) if os.path.isdir(source) else fetch_from_hub(source)
     config = config_from_hf(read_json(folder / "config.json"), f"{folder / 'config.json'}")
@@ -78,7 +78,7 @@ def hf_to_bin(source: str, path, precision: str | None = None) -> None:
 
 
 def fetch_from_hub(name: str) -> Path:
-    """The local folder transformers keeps a hub model in, downloaded if need be. Raises UserError when that fails."""
+    """The local folder in which transformers keeps a hub model; downloads it if needed. Raises UserError if that fails."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{name} is not a folder; expected one with config.json and model.safetensors, or a hub name such as gpt2")
     hub = need("transformers.utils")
@@ -99,7 +99,7 @@ def fetch_from_hub(name: str) -> Path:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file. Raises UserError when there is none."""
+    """The JSON object in a file. Raises UserError if there is none."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict:
 
 
 def named_files(index: Path) -> list[str]:
-    """The files that an index of safetensors names, sorted. Raises UserError where it names none."""
+    """The files that a safetensors index names, sorted. Raises UserError if it names none."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
         raise UserError(f'{index} has no "weight_map" of tensors to files; download it again')
@@ -120,7 +120,7 @@ def named_files(index: Path) -> list[str]:
 
 
 def config_from_hf(values: dict, source: str) -> ModelConfig:
-    """A model's sizes from its config.json. Raises UserError, naming `source`, where its mathematics is not this trainer's."""
+    """A model's sizes from its config.json. Raises UserError, naming `source`, if its mathematics differs from this trainer's."""
     for name, allowed in REQUIRED.items():
         if (found := values.get(name, allowed[0])) not in allowed:
             raise UserError(f"{source} has {name} {found!r}; this trainer's GPT-2 has {allowed[0]!r}, so the model cannot be converted")
@@ -144,12 +144,12 @@ def size_from_hf(values: dict, source: str, name: str, default: int | None = Non
 
 
 def padded_to_128(V: int) -> int:
-    """The vocabulary, rounded up as llm.c does: matmuls like it."""
+    """The vocabulary rounded up to a multiple of 128, as llm.c does, which suits matmuls."""
     return whole(V, 128)
 
 
 def open_tensors(folder: Path) -> dict:
-    """Name, without "transformer.", -> a lazy slice of safetensors (get_shape, get_dtype, [:]). Raises UserError for damaged files."""
+    """Name without "transformer." -> a lazy slice of safetensors (get_shape, get_dtype, [:]). Raises UserError for damaged files."""
     safetensors = need("safetensors")
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
@@ -168,10 +168,10 @@ def open_tensors(folder: Path) -> dict:
 
 
 def check_tensors(tensors: dict, config: ModelConfig, folder: Path) -> None:
-    """Raise UserError unless these are exactly the tensors of such a model; an output head must be wte and is dropped."""
+    """Raise UserError unless these are exactly the tensors of such a model. An output head must equal wte, and is dropped."""
     head = tensors.pop("lm_head.weight", None)
     expected = set()
-    for name, shape in hf_shapes(config):  # one by one: a damaged config.json may ask for any number of layers
+    for name, shape in hf_shapes(config):  # checked one by one: a damaged config.json may ask for any number of layers
         expected.add(name)
         if name not in tensors:
             raise UserError(f"{folder} lacks the tensor {name}, which its config.json asks for; save or download the model again")
@@ -233,7 +233,7 @@ def bin_to_hf(path, folder) -> None:
 
 
 def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, torch.Tensor]:
-    """Their names -> tensors in the file's precision. The head is wte, so it is not among them. Says so if padding is lost."""
+    """Hugging Face names -> tensors in the file's precision. The head is wte, so it is not included. Prints a note if padding is lost."""
     flat, tensors, at = map_parameters(path, config, precision), {}, 0
     for name, hf_name, shape in slices(config):
         n_bytes = prod(shape) * DTYPE_BYTES[precision]
@@ -251,7 +251,7 @@ def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, tor
 
 
 def config_to_hf(config: ModelConfig, precision: str) -> dict:
-    """config.json for transformers."""
+    """The entries of config.json for transformers."""
     values = {
         "architectures": ["GPT2LMHeadModel"], **{name: allowed[0] for name, allowed in REQUIRED.items()},
         "vocab_size": config.vocab_size, "n_positions": config.max_seq_len, "n_ctx": config.max_seq_len,
@@ -262,12 +262,12 @@ def config_to_hf(config: ModelConfig, precision: str) -> dict:
         "torch_dtype": str(TORCH_DTYPE[precision]).removeprefix("torch."),  # the name that transformers 4 and 5 both read
     }  # fmt: skip
     if config.padded_vocab_size != padded_to_128(config.vocab_size):
-        values["padded_vocab_size"] = config.padded_vocab_size  # transformers carries it along; to-bin needs it back
+        values["padded_vocab_size"] = config.padded_vocab_size  # transformers keeps the entry, and to-bin needs it
     return values
 
 
 def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors, whole or not at all. Raises UserError where the disk is full or denies."""
+    """Write tensors, whole or not at all. Raises UserError if the disk is full or denies access."""
     save_file, SafetensorError = need("safetensors.torch").save_file, need("safetensors").SafetensorError
     temporary = Path(f"{path}.tmp")
     try:

@@ -1,5 +1,5 @@
-"""Sections of gpu_check.py: whether cuBLASLt has faster algorithms for a model's matmuls than the one it thinks fastest, and what it gains
-to have a projection add to the residual stream."""
+"""Sections of gpu_check.py: whether cuBLASLt has faster algorithms for a model's matmuls than the one it ranks first, and what is gained
+if the matmul of a projection adds to the residual stream."""
 
 from functools import partial
 from itertools import starmap
@@ -14,21 +14,21 @@ from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
 from scripts.gpu_common import Skip, attempt, block_matmuls, check_cublaslt, factors, measure, relative_difference, table, while_time
 
-WANTED = 16  # algorithms of each matmul
-SEQUENCES = 16  # at most, of a batch
+WANTED = 16  # algorithms to ask for, of each matmul
+SEQUENCES = 16  # in a batch, at most
 EPILOGUE_BIAS = 4  # cublasLt.h
 NO_ALGORITHM = "cuBLASLt has no algorithm for it within the workspace"
 
 
 class Algorithms(CublasLt):
-    """A matmul by each of the algorithms that the library thinks of."""
+    """A matmul by each of the algorithms that the library proposes."""
 
     def calls(self, out, left, right, bias=None, added=None) -> list:
         """Functions that compute out (M, N) = left (M, K) @ right (K, N) + bias (N,) + added (M, N), the library's first choice first.
 
-        All of one type. out and added lie without gaps, and so do the others or their transposes.
+        All have one dtype. out and added are contiguous, and so are the others or their transposes.
         """
-        # column-major, as the library is, each is its own transpose: out.T = right.T @ left.T
+        # the library is column-major, so it sees each matrix as its transpose: out.T = right.T @ left.T
         (a, trans_a), (b, trans_b) = _as_it_lies(right), _as_it_lies(left)
         values = {"TRANSA": trans_a, "TRANSB": trans_b}
         if bias is not None:
@@ -40,12 +40,12 @@ class Algorithms(CublasLt):
 
 
 def _as_it_lies(matrix):
-    """The matrix, or its transpose, without gaps; and whether the library is to transpose it."""
+    """The matrix or its transpose, whichever is contiguous; and whether the library has to transpose it."""
     return (matrix, OP_N) if matrix.is_contiguous() else (matrix.t(), OP_T)
 
 
 def as_trained(form, out, x, dout, weight, bias):
-    """The trainer's call of that form."""
+    """The trainer's call for that form of matmul."""
     return {
         "forward": partial(matmul_forward, out, x, weight, bias), "dinput": partial(matmul_dinput, out, dout, weight),
         "dweight": partial(matmul_dweight, out, dout, x, accumulate=False),
@@ -53,7 +53,7 @@ def as_trained(form, out, x, dout, weight, bias):
 
 
 def models(sizes) -> tuple:
-    """(name, config, batch) of the usual model and the largest; batches of SEQUENCES at most."""
+    """(name, config, batch) of the usual model and of the largest; batches have at most SEQUENCES sequences."""
     (name, config, batches), usual = sizes.larger[-1], sizes.config
     return (f"d{usual.num_layers}", usual, min(sizes.B, SEQUENCES)), (name, config, min(batches[0], SEQUENCES))
 
@@ -71,14 +71,14 @@ def algorithms(run, record):
 
 
 def shapes(run, config, B, T) -> list[tuple]:
-    """(matmul, rows, inner, outer, how often a step has it)."""
+    """(matmul, rows, inner, outer, how often a step runs it) for each matmul of the model."""
     C, L, n = config.channels, config.num_layers, B * T
     R = head_chunk_rows(run.options(config, B, T))
     return [(matmul, n, *sizes, L) for matmul, sizes in block_matmuls(C).items()] + [("head", R, C, config.padded_vocab_size, n / R)]
 
 
 def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[dict]:
-    """A row for each form: the trainer's call, and every algorithm."""
+    """A row for each form of a matmul: the trainer's call, and the best of all algorithms."""
     library = Algorithms(torch.empty(MATMUL_WORKSPACE, dtype=torch.uint8, device=run.backend.device))
     sets = [(run.random(n, inner), run.random(n, outer), run.random(outer, inner)) for _ in range(2)]
     bias, rows = None if matmul == "head" else run.random(outer), []
@@ -92,7 +92,7 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
                 raise RuntimeError(NO_ALGORITHM)
             each = [ms_or_never(run, pair) for pair in others]
             best = each.index(min(each))
-            # the least of many is low by chance too: it is measured again, and the trainer's beside it
+            # the minimum of many times is low partly by chance: it is measured again, beside the trainer's call
             (ms, spread), (best_ms, _) = measure(run, *usual), measure(run, *others[best])
             row = {"model": model, "matmul": matmul, "which": form, "rows, in, out": f"{n}, {inner}, {outer}", "ms": ms, "spread": spread}
             row |= {"of matmul": run.share(2 * n * inner * outer / ms / 1e9, "bf16"), "first ms": each[0], "best ms": best_ms}
@@ -104,7 +104,7 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
 
 
 def ms_or_never(run, calls) -> float:
-    """Milliseconds of an algorithm; infinity of one that the library thinks of and then will not launch."""
+    """Milliseconds of an algorithm; infinity for one that the library proposes and then refuses to launch."""
     try:
         return measure(run, *calls)[0]
     except RuntimeError:
@@ -112,7 +112,7 @@ def ms_or_never(run, calls) -> float:
 
 
 def difference(out, usual, other) -> float:
-    """How far the other's result is from the usual one, each written over NaN."""
+    """The relative difference of the other's result from the usual one; both are computed into an output full of NaN."""
     results = []
     for call in (usual, other):
         out.fill_(torch.nan)
@@ -122,7 +122,7 @@ def difference(out, usual, other) -> float:
 
 
 def step_sums(model, B, rows) -> dict:
-    """Over all matmuls of a step of B sequences; an algorithm is taken only where it is faster by more than times are spread."""
+    """Sums over all matmuls of a step of B sequences; an algorithm is taken only where it is faster by more than the spread."""
     usual = sum(row["times"] * row["ms"] for row in rows)
     best = sum(row["times"] * row["ms" if row["best/ms"] > 1 - row["spread"] else "best ms"] for row in rows)
     return {"model": f"{model} -b {B}", "ms": usual, "best ms": best, "best/ms": best / usual}
@@ -132,7 +132,7 @@ def step_sums(model, B, rows) -> dict:
 
 
 def residual_fusion(run, record):
-    """A projection and the addition to the stream with the layernorm after it: as they are, and with the addition inside the matmul."""
+    """A projection, and the addition to the stream with the layernorm after it: as they are now, and with the addition in the matmul."""
     check_cublaslt(run, "a projection that adds is")
     if run.kernels != "triton":
         raise Skip("the layernorm beside it is Triton's")
@@ -150,12 +150,12 @@ def residual_fusion(run, record):
 
 
 def projection(run, ops, library, B, T, C, inner):
-    """(fused, separate, pairs of what each of these writes), the two on the same inputs."""
+    """(fused, separate, pairs of the outputs that these two write): two calls on the same inputs."""
     x, w, residual, bias = run.random(B, T, inner), run.random(C, inner, scale=inner**-0.5), run.random(B, T, C), run.random(C)
     lnw, lnb = run.random(C), run.random(C)
     ours, usual = ([run.random(B, T, C), run.random(B, T, C), *(torch.empty(B, T, device=x.device) for _ in range(2))] for _ in range(2))
     found = library.calls(ours[0].view(-1, C), x.view(-1, inner), w.t(), bias, residual.view(-1, C))
-    multiply = next((call for call in found if ms_or_never(run, [call]) < inf), None)  # not all add what lies elsewhere
+    multiply = next((call for call in found if ms_or_never(run, [call]) < inf), None)  # not all can add another tensor than out
     if multiply is None:
         raise RuntimeError(NO_ALGORITHM)
 

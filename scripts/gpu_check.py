@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What this checkout does on the GPU it finds, as one report: its tests, every kernel, training steps, torch.compile beside them.
+"""Report what this checkout does on the GPU it finds: its tests, every kernel, training steps, and torch.compile beside them.
 
     python scripts/gpu_check.py                        up to 7.5 minutes; scripts/bench/gpu_<card>.json and .md
-    python scripts/gpu_check.py --only steps compile   some sections; gpu_<card>_steps_compile.json and .md
-    python scripts/gpu_check.py --only tune --tune     which tile sizes and warps are fastest here; --tune NAME: of that operation
+    python scripts/gpu_check.py --only steps compile   only these sections; gpu_<card>_steps_compile.json and .md
+    python scripts/gpu_check.py --only tune --tune     which tile sizes and warps are fastest here; --tune NAME: for that operation
     python scripts/gpu_check.py --llmc ../llm.c/train_gpt2cu   llm.c's own step beside ours
     python scripts/gpu_check.py --dry-run              the same code in seconds on a CPU, at sizes that measure nothing
 
-A section that fails is recorded with its last lines, and the others go on; what does not fit into the time is skipped, and the
-report says so. The report is written anew after every section, so that a kill loses little. Without a GPU it is a dry run.
+A section that fails is recorded with the last lines of its error, and the others go on; what does not fit into the time is skipped,
+and the report says so. The report is rewritten after every section, so a kill loses little. Without a GPU it is a dry run.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from scripts.gpu_report import markdown, print_summary
 
 
 class Run:
-    """One check: the device, the sizes, the clock, what later sections want of earlier ones, and the report so far."""
+    """One check: the device, the sizes, the clock, what later sections need from earlier ones, and the report so far."""
 
     def __init__(self, args, backend, dry: bool, prefix: Path):
         self.args, self.backend, self.dry, self.prefix, self.sizes = args, backend, dry, prefix, DRY if dry else FULL
@@ -46,8 +46,8 @@ class Run:
         self.cuda = backend.kind == "cuda"
         self.no_triton = f"Triton's kernels: {why}" if (why := launch_problem(backend.device)) else ""
         self.kernels = "torch" if self.no_triton or args.kernels == "torch" else "triton"
-        self.graphs = True  # whether they work; a GPU's, see gpu_steps.why_no_graphs
-        self.generator = torch.Generator(backend.device).manual_seed(0)  # of its own: a capture that fails may leave torch's unusable
+        self.graphs = True  # False once a step with graphs has failed; see gpu_steps.why_no_graphs
+        self.generator = torch.Generator(backend.device).manual_seed(0)  # its own: a capture that fails may leave torch's unusable
         self.rates = {}  # "copy" GB/s, "bf16" and "fp32" TFLOP/s
         self.step_ms = None  # of -r 0
         self.awaits_goals = False
@@ -55,11 +55,11 @@ class Run:
         self.report = {"dry_run": dry, "card": backend.name, "minutes": args.minutes, "summary": self.summary, "sections": {}}
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Seconds left of the time allowed."""
         return self.deadline - time.monotonic()
 
     def has(self, seconds) -> bool:
-        """Whether so many are left; a dry run begins everything while there are any."""
+        """Whether at least this many seconds are left; a dry run begins everything while any are left."""
         return self.left() >= (0 if self.dry else seconds)
 
     def random(self, *shape, dtype=BF16, scale=1.0):
@@ -73,7 +73,7 @@ class Run:
         return rate / self.rates[of] if of in self.rates else None
 
     def write(self):
-        """Both files, each whole at any time, with the goals as far as they are known: it may be the last time."""
+        """Write both files, each whole at any time, with the goals as far as they are known: this may be the last call."""
         report = self.report
         if self.awaits_goals and "goals" not in report["sections"]:
             so_far = new_record("Goals, so far", "ran")
@@ -96,7 +96,7 @@ def files_of(prefix) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: with less time left than this it is not begun. on_device: whether it runs anything there, or reads what others found."""
+    """seconds: it is not begun with less time left. on_device: whether it runs anything there; else it only reads what others found."""
 
     name: str
     title: str
@@ -134,7 +134,7 @@ SECTIONS = (
 
 
 def run_sections(run, sections):
-    """Every section, into run.report; those that cannot run, or not in time, are recorded with the reason."""
+    """Run every section and record it in run.report; those that cannot run, or not in time, are recorded with the reason."""
     wanted = run.args.only or [s.name for s in sections]
     run.awaits_goals = "goals" in wanted
     for i, section in enumerate(sections):
@@ -173,12 +173,12 @@ def run_section(run, section, record):
     if run.cuda and not device_is_lost():
         try:
             free_memory()
-        except Exception as error:  # if it is the device, the caller will find out
+        except Exception as error:  # if the device is lost, the caller will notice
             record["errors"].append({"what": "giving memory back", "lines": last_lines(error)})
 
 
 def continue_in_new_process(run, section, rest):
-    """Nothing runs any more in a process whose kernel failed on the device: the rest gets another one, and its report is taken over."""
+    """Run the rest in a new process and take over its report: once a kernel has failed on the device, nothing runs in this one."""
     run.report["sections"][section.name]["notes"].append("the device stopped answering here; what follows ran in a new process")
     if not rest:
         return
@@ -247,12 +247,12 @@ def parse(argv):
 
 
 def prepare(argv) -> Run:
-    """Arguments, device and sizes. A dry run never touches a GPU."""
+    """The Run for these arguments: device and sizes. A dry run never touches a GPU."""
     args = parse(argv)
     dry = args.dry_run or not torch.cuda.is_available()
     if dry:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so before anything imports them
-        for name in ("COLUMN_PARTIALS", "NORM_PARTIALS"):  # each is a program to interpret
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so it is set before anything imports them
+        for name in ("COLUMN_PARTIALS", "NORM_PARTIALS"):  # each of these partial sums is a program to interpret
             assert hasattr(rooms, name), name
             setattr(rooms, name, 4)
         if not args.dry_run:
@@ -260,18 +260,18 @@ def prepare(argv) -> Run:
     backend = open_backend("cpu" if dry else "cuda", 0, True)
     slug = re.sub(r"[^a-z0-9]+", "_", backend.name.lower()).strip("_")
     folder = Path(tempfile.mkdtemp(prefix="gpu_check_")) if dry and not args.output else REPO / "scripts" / "bench"
-    name = "_".join(["gpu", slug, *(args.only or ())])  # one check's report is not to overwrite another's
+    name = "_".join(["gpu", slug, *(args.only or ())])  # so that one check's report does not overwrite another's
     run = Run(args, backend, dry, Path(args.output).resolve() if args.output else folder / name)
     if dry and not run.no_triton:
         from llmc.kernels import adamw
 
-        adamw.ELEMENTS = adamw.CHUNK  # fewer turns of its loop, too
+        adamw.ELEMENTS = adamw.CHUNK  # fewer turns of its loop too
     return run
 
 
 def main(argv=None) -> int:
     run = prepare(argv)
-    faulthandler.dump_traceback_later(60 * run.args.minutes + 25, exit=True)  # a kernel that never ends; the report is there
+    faulthandler.dump_traceback_later(60 * run.args.minutes + 25, exit=True)  # in case a kernel never ends; the report is written by then
     try:
         run_sections(run, SECTIONS)
         run.write()

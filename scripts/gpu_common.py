@@ -1,4 +1,4 @@
-"""What the sections of gpu_check.py share: sizes, records and their tables, what fails or does not fit, time on the device."""
+"""What the sections of gpu_check.py share: sizes, records and their tables, handling of failures and of lack of time, and timing."""
 
 import gc
 import time
@@ -21,11 +21,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: the real thing, or what a dry run does in seconds.
+    """The sizes that are measured: full ones, or those that a dry run does in seconds.
 
     attention  (B, NH, T, HS) of each shape     larger  (name, config, batches to choose from, largest first)
-    small      batches that wait for the host more than for the device
-    warmup     at least 3 for graphs: the first step runs as it comes, the second is captured, the third shows that it replays
+    small      batches so small that a step waits for the host more than for the device
+    warmup     at least 3 for graphs: the first step runs eagerly, the second is captured, the third shows that it replays
     """
 
     config: ModelConfig
@@ -49,22 +49,22 @@ DRY = Sizes(TINY, 2, 8, 1 << 16, 64, 0, 1, 1, ((2, 2, 32, 32),), (("tiny", TINY,
 
 
 def block_matmuls(C) -> dict:
-    """Name -> (inner, outer) of a block's matmuls."""
+    """Name -> (inner, outer) sizes of a block's matmuls."""
     return {"qkv": (C, 3 * C), "attproj": (C, C), "fc": (C, 4 * C), "fcproj": (4 * C, C)}
 
 
 def factors(form, x, dout, weight):
-    """The (M, K) and (K, N) that a linear layer multiplies, forward, and backward for its input's or its weight's gradient."""
+    """The factors (M, K) and (K, N) that a linear layer multiplies: in forward, or in backward for the gradient of its input or weight."""
     return {"forward": (x, weight.t()), "dinput": (dout, weight), "dweight": (dout.t(), x)}[form]
 
 
 def zeros_of(tensors, device) -> dict:
-    """Name -> memory for each of these tensors of a plan."""
+    """Name -> zeros with the shape and type of each of these tensors of a plan."""
     return {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPE[t.dtype], device=device) for t in tensors}
 
 
 def relative_difference(ours, reference) -> float:
-    """Of two results, in norm."""
+    """The norm of the difference of two results, over the norm of the reference."""
     ours, reference = ours.float(), reference.float()
     return ((ours - reference).norm() / reference.norm()).item()
 
@@ -75,20 +75,20 @@ def random_tokens(config, B, T):
 
 
 # ----------------------------------------------------------------------------
-# records: a section adds rows to its tables in place, so that an error or a kill leaves what there was
+# records: a section adds rows to its tables in place, so that an error or a kill leaves the rows made so far
 
 
 class Skip(Exception):
-    """A section that cannot run here, and why."""
+    """Raised by a section that cannot run here; says why."""
 
 
 def new_record(title, status="skipped", reason="") -> dict:
-    """Of a section. errors: {"what", "lines"} of each part that failed; not_run: sentences; tables: title -> rows."""
+    """The record of a section. errors: {"what", "lines"} of each part that failed; not_run: sentences; tables: title -> rows."""
     return dict(title=title, status=status, reason=reason, seconds=0.0, tables={}, notes=[], not_run=[], errors=[])
 
 
 def check_cublaslt(run, what):
-    """Skip where there is no cuBLASLt to call. what: a sentence's beginning."""
+    """Raise Skip if there is no cuBLASLt to call. what: the beginning of the sentence that says why."""
     if not run.cuda:
         raise Skip(f"{what} cuBLASLt's, and there is no CUDA device")
     if why := cublaslt.available():
@@ -100,7 +100,7 @@ def table(record, title) -> list:
 
 
 def while_time(run, record, items, seconds, name=str):
-    """Items, until fewer than `seconds` are left; the rest are recorded as not run."""
+    """Yield items until fewer than `seconds` are left; the rest are recorded as not run."""
     items = list(items)
     for i, item in enumerate(items):
         if not run.has(seconds):
@@ -112,7 +112,7 @@ def while_time(run, record, items, seconds, name=str):
 
 @contextmanager
 def attempt(record, what):
-    """An exception inside is recorded; the section goes on, unless the device is gone."""
+    """Record an exception raised inside. The section goes on, unless the device is lost."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def attempt(record, what):
 
 
 def cause_of(error) -> str:
-    """Its kind and the first line it says: CUDA's errors go on with general advice."""
+    """The error's type and its message's first line: CUDA's errors continue with general advice."""
     return traceback.format_exception_only(error)[-1].splitlines()[0]
 
 
@@ -131,7 +131,7 @@ def last_lines(error, lines=8) -> str:
 
 
 def device_is_lost() -> bool:
-    """Whether nothing can run any more in this process, as after a kernel that touched memory it should not."""
+    """Whether nothing can run on the device in this process any more, as after a kernel that made an illegal memory access."""
     if not torch.cuda.is_initialized():
         return False
     try:
@@ -142,7 +142,7 @@ def device_is_lost() -> bool:
 
 
 def free_memory():
-    gc.collect()  # a failed section's error refers to its frames, and they to their models
+    gc.collect()  # a failed section's error refers to its frames, and those to their models
     torch.cuda.empty_cache()
 
 
@@ -151,7 +151,7 @@ def free_memory():
 
 
 def time_each(backend, calls) -> list[float]:
-    """Milliseconds of each call, in turn: between events on the device's own clock; on a CPU by the host's."""
+    """Milliseconds of each call, one after the other: between events on the device's clock; on a CPU by the host's clock."""
     if backend.kind != "cuda":
         times = []
         for call in calls:
@@ -160,7 +160,7 @@ def time_each(backend, calls) -> list[float]:
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]
-    torch.cuda._sleep(2_000_000)  # a millisecond in which the host gets ahead, so that no gap between launches is counted
+    torch.cuda._sleep(2_000_000)  # about a millisecond in which the host gets ahead, so that no gap between launches is counted
     for call, (before, after) in zip(calls, events):
         before.record()
         call()
@@ -170,9 +170,9 @@ def time_each(backend, calls) -> list[float]:
 
 
 def measure(run, *calls) -> tuple[float, float]:
-    """(median milliseconds, half of all times lie within this share of it), of the same call over several sets of inputs in turn.
+    """(median milliseconds, interquartile range over the median), of the same call on several sets of inputs in turn.
 
-    Sets are so large that by its turn none of a set is left in the cache.
+    Sets are so large that nothing of a set is left in the cache when its turn comes.
     """
     for call in calls * run.sizes.warmup:
         call()

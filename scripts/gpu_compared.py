@@ -9,13 +9,13 @@ from scripts.bench_pytorch import PyTorchTrainer
 from scripts.gpu_common import attempt, cause_of, free_memory, random_tokens, summarize, table, time_each, while_time
 from scripts.gpu_steps import measure_steps, measured_peak, our_step, speed, warm_up, why_no_graphs
 
-ROUNDS = 3  # of steps that are measured in turn
-COMPILES = 60  # seconds that must be left before a compilation, which may take half a minute more than that
+ROUNDS = 3  # of steps, measured in turn
+COMPILES = 60  # seconds that must be left to begin a compilation, which may take half a minute longer than this
 AUTOCAST, BF16_WEIGHTS = "autocast to bf16, fp32 weights", "bf16 weights and optimizer state"
 
 
 def torch_step(run, record, config, B, T, **options):
-    """(a step of plain PyTorch, how it runs): compiled, or eager where that does not work or is not tried."""
+    """(a step of plain PyTorch, how it runs): compiled, or eager if compiling fails or is not tried."""
     inputs, targets = torch.from_numpy(random_tokens(config, B, T)).to(run.backend.device)
 
     def build(compiled):
@@ -36,7 +36,7 @@ def torch_step(run, record, config, B, T, **options):
         try:
             torch.compiler.reset()
             return build(True), "torch.compile"
-        except torch.OutOfMemoryError:  # without a compiler it takes more
+        except torch.OutOfMemoryError:  # eager would need even more
             raise
         except Exception as error:
             why = cause_of(error)
@@ -51,7 +51,7 @@ def compared(run, record):
 
 
 def compared_again(run, record):
-    """What takes another compilation each, and says less."""
+    """Comparisons that each need another compilation, and say less."""
     compare_with(run, record, BF16_WEIGHTS, bf16_weights=True)
     name, config, batches = run.sizes.larger[0]
     B, T = next(b for b in batches if b <= 16), run.sizes.T
@@ -64,13 +64,13 @@ def compared_again(run, record):
 
 
 def compare_with(run, record, label, **options):
-    """Ours and plain PyTorch in turn, in the same minute: a drift of the card's clocks shows in the last column.
+    """Ours and plain PyTorch in turn, within the same minute: a drift of the card's clocks shows in the column "ours -r 0 again ms".
 
-    PyTorch has the card's memory to itself but for ours at -r 0; -r 2 follows when it is gone.
+    PyTorch shares the card's memory only with our step at -r 0; our step at -r 2 follows when PyTorch's is freed.
     """
     s = run.sizes
     ours = our_step(run, s.config, s.B, s.T)[0]
-    warm_up(run, ours)  # what a capture allocates is not to be in PyTorch's peak
+    warm_up(run, ours)  # so that what a graph capture allocates is not in PyTorch's peak
     for label in while_time(run, record, [label], COMPILES):
         with attempt(record, label):
             with measured_peak(run) as peak:
@@ -97,8 +97,8 @@ def compare_with(run, record, label, **options):
 
 
 def attention_of_torch(run, shape) -> str:
-    """Which of its kernels F.scaled_dot_product_attention takes for (B, NH, T, HS) in bf16, by its own name; torch has no public way to
-    ask."""
+    """The name of the kernel that F.scaled_dot_product_attention chooses for (B, NH, T, HS) in bf16; torch has no public way to ask
+    for it."""
     q = torch.empty(shape, dtype=torch.bfloat16, device=run.backend.device, requires_grad=True)
     try:
         return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
@@ -107,7 +107,7 @@ def attention_of_torch(run, shape) -> str:
 
 
 def small_batches(run, record):
-    """Graphs, steps as they come and plain PyTorch, in turn: where the host has little time to launch a step."""
+    """Graphs, eager steps and plain PyTorch in turn, at batches where the host has little time to launch a step."""
     s = run.sizes
     for B in while_time(run, record, s.small, COMPILES, name=lambda B: f"-b {B}"):
         with attempt(record, f"-b {B}"):
@@ -130,7 +130,7 @@ def how_named(how) -> str:
 
 
 def measure_in_turn(run, steps: dict) -> dict:
-    """Name -> (median ms, spread, loss of the last) of steps that take turns, so that a drift of the card's clocks meets all."""
+    """Name -> (median ms, spread, last loss) of steps that take turns, so that a drift of the card's clocks affects all alike."""
     times, losses = {name: [] for name in steps}, {}
     for step in steps.values():
         warm_up(run, step)

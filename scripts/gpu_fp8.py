@@ -1,5 +1,5 @@
-"""Sections of gpu_check.py: what a step gains from FP8 in the matmuls of its layers, the making of their operands included, and what that
-costs in loss."""
+"""Sections of gpu_check.py: what a step gains from FP8 in the matmuls of its layers, including the cost of making their operands, and what
+FP8 costs in loss."""
 
 import sysconfig
 from functools import partial
@@ -20,10 +20,10 @@ from scripts.stdlib_sources import source_files
 
 MODELS = (("d24", D24, 16, 1024), ("d48", D48, 16, 1024))  # name, config, B, T
 FORMS = ("forward", "dinput", "dweight")
-# learning curves: --matmul and seed of the rounding of each, steps, rows of a batch at most, batches of validation, steps of warm-up, rate
+# learning curves: (--matmul, seed of the rounding) of each; steps, most rows of a batch, validation batches, warm-up steps, learning rate
 RUNS = (("native", 0), ("fp8", 0), ("native", 1), ("fp8", 1), ("native", 2))
 STEPS, ROWS, VALIDATION, WARMUP, RATE = 200, 16, 8, 20, 3e-4
-# bytes per element: bf16 read for the largest and again for the cast, FP8 written in one layout or two
+# bytes moved per element: bf16 is read to find the largest and again for the cast, FP8 is written in one layout or two
 ONE_LAYOUT, TWO_LAYOUTS = 5, 6
 
 
@@ -40,13 +40,13 @@ def fp8(run, record):
 
 
 def operand_bytes(C, n) -> int:
-    """What making the operands of a block's matmuls moves: input and weight for forward and again for backward, and dout."""
+    """Bytes moved to make the operands of a block's matmuls: input and weight for forward and again for backward, and dout."""
     sizes = block_matmuls(C).values()
     return sum(2 * ONE_LAYOUT * (n * inner + inner * outer) + TWO_LAYOUTS * n * outer for inner, outer in sizes)
 
 
 def product_alone(form, *tensors):
-    """A call that multiplies in FP8 what the tensors are in it."""
+    """A call that multiplies the tensors in FP8, into which they are converted beforehand."""
 
     def in_fp8(x):
         scale = torch.linalg.vector_norm(x, float("inf"), dtype=FP32).clamp(min=1e-12) / LARGEST
@@ -58,7 +58,7 @@ def product_alone(form, *tensors):
 
 
 def calls_of_trainer(ops, room, x, dout, weight) -> dict:
-    """What the trainer calls, by form; dout comes first, and is part of the two after it."""
+    """The trainer's calls, by form; "dout" makes the FP8 operand that "dinput" and "dweight" use."""
     out, dinp, dweight = torch.empty_like(dout), torch.empty_like(x), torch.empty_like(weight)
     return {
         "forward": partial(ops["matmul_forward"], out, x, weight, room=room), "dout": partial(ops["matmul_dout"], dout, room),
@@ -68,7 +68,7 @@ def calls_of_trainer(ops, room, x, dout, weight) -> dict:
 
 
 def measure_model(run, record, name, config, B, T):
-    """Every matmul of a block in both types, alone and with its operands, and what all of it comes to in a step."""
+    """Every matmul of a block in both types, alone and including the making of its operands, and the sums over a step."""
     n, C = B * T, config.channels
     plan, ops, rows = Plan(run.options(config, B, T, matmul="fp8")), fp8_matmuls(run.kernels), []
     room = zeros_of([t for t in plan.tensors.values() if t.name.startswith("fp8_")], run.backend.device)
@@ -101,7 +101,7 @@ def measure_model(run, record, name, config, B, T):
 
 
 def step_sums(name, layers, rows, least) -> dict:
-    """Over all layers of a step, of one layer's rows and the least time for its operands; gains are negative where FP8 costs time."""
+    """Sums over all layers of a step, from one layer's rows and the least time for its operands; a gain is negative if FP8 costs time."""
     one, other, whole = (layers * sum(row.get(key, 0.0) for row in rows) for key in ("bf16 ms", "FP8 ms", "with operands ms"))
     at_best = None if least is None else one - other - layers * least
     return {"model": name, "layers": layers, "bf16 ms": one, "FP8 ms": other, "with operands ms": whole, "gain ms": one - whole,
@@ -109,14 +109,14 @@ def step_sums(name, layers, rows, least) -> dict:
 
 
 def measured_step_ms(report, name, tokens):
-    """Milliseconds that as many tokens took in this model's own step in bf16; None where it was not measured."""
+    """Milliseconds that this many tokens took in this model's own step in bf16; None if that was not measured."""
     rows = report["sections"].get("larger", {}).get("tables", {}).get("", [])
     rows = [row for row in rows if row["run"].startswith(f"{name} ") and "fp8" not in row["run"]]
     return next((tokens / row["tokens/s"] * 1e3 for row in rows), None)
 
 
 def sentence(row) -> str:
-    """What a step gains or loses."""
+    """One sentence on what a step gains or loses."""
 
     def gains(ms):
         return f"{'gains' if ms > 0 else 'loses'} {abs(ms):.1f} ms"
@@ -140,7 +140,7 @@ def fp8_curve(run, record):
 
 
 def compare_curves(run, record, name, config, B, T, steps):
-    """The same model on the same text, in bf16 and in FP8, with several seeds of its stochastic rounding: that alone moves a loss."""
+    """Train the same model on the same text in bf16 and in FP8, with several seeds of stochastic rounding, which alone changes a loss."""
     text = bytes_of_text((steps + VALIDATION) * B * T + 1).astype(np.int64) % config.vocab_size
     batches = [(text[at : at + B * T].reshape(B, T), text[at + 1 : at + 1 + B * T].reshape(B, T)) for at in range(0, len(text) - 1, B * T)]
     for matmul, seed in while_time(run, record, RUNS, 30, name=lambda r: f"{name}, --matmul {r[0]}, seed {r[1]}"):
@@ -156,7 +156,7 @@ def compare_curves(run, record, name, config, B, T, steps):
 
 
 def bytes_of_text(n):
-    """The first n bytes, uint8, of the sources that scripts/prepare_stdlib.py takes, one after the other, and again if there are fewer."""
+    """The first n bytes, uint8, of the sources that scripts/prepare_stdlib.py takes, one after the other; repeated if there are fewer."""
     found = b""
     for path in source_files(Path(sysconfig.get_path("stdlib"))):
         found += path.read_bytes()
@@ -166,7 +166,7 @@ def bytes_of_text(n):
 
 
 def learn(model, batches, steps, seed) -> tuple[list[float], float]:
-    """(losses of the steps, mean loss of the batches after them)."""
+    """Train for `steps`. Returns (losses of the steps, mean validation loss of the batches after them)."""
     model.rng = XorShift(seed + 1)
     model.rng_state_last_update = model.rng.state
     losses = []
@@ -179,7 +179,7 @@ def learn(model, batches, steps, seed) -> tuple[list[float], float]:
 
 
 def verdict(rows) -> str:
-    """Whether FP8's validation losses lie where bf16's do."""
+    """A sentence that compares FP8's validation losses with the spread of bf16's."""
     bf16, eight = ([row["validation loss"] for row in rows if row["matmuls"] == matmuls] for matmuls in ("bf16", "fp8"))
     if len(bf16) < 2 or not eight:
         return "too few runs to say whether FP8's losses lie within the spread of bf16's"

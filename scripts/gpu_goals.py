@@ -1,4 +1,4 @@
-"""Section of gpu_check.py: what was measured beside what was aimed at."""
+"""Section of gpu_check.py: what was measured beside the goals."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ CARD = "H200"  # what the goals were set for
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """At least `wanted`, in the form `shown`; measured gives the number out of the report, or None."""
+    """Reached if at least `wanted`; numbers are printed as `shown` says. measured(report) gives the number, or None."""
 
     name: str
     wanted: float
@@ -29,13 +29,13 @@ def tokens_per_s(report, section, label):
 
 
 def fastest_of(report, model, fp8=False):
-    """tokens/s of a model among the larger ones, with whatever batch, level and -ge it ran, in bf16 or with --matmul fp8."""
+    """Highest tokens/s of one of the larger models, at whatever batch, level and -ge it ran, in bf16 or with --matmul fp8."""
     rows = (row for row in rows_of(report, "larger") if row["run"].startswith(f"{model} ") and row["run"].endswith("fp8") == fp8)
     return max((row["tokens/s"] for row in rows), default=None)
 
 
 def over_compiled(report, level):
-    """Our tokens/s over those of PyTorch under torch.compile."""
+    """Our tokens/s divided by PyTorch's under torch.compile."""
     rows = rows_of(report, "compile", **{"plain PyTorch": f"torch.compile, {AUTOCAST}"})
     return 1 / rows[0][f"ratio -r {level}"] if rows else None
 
@@ -46,7 +46,7 @@ def over_compiled_small(report, B):
 
 
 def weighty_kernels(report) -> list[dict]:
-    """Rows of kernels that take a share of a step worth a look, and whose share of the copy rate is known."""
+    """Rows of kernels whose share of a step is large enough to matter, and whose share of the copy rate is known."""
     return [row for row in rows_of(report, "kernels") if row.get("of copy") is not None and weighs(row)]
 
 
@@ -82,7 +82,7 @@ def goals(run, record):
 
 
 def goal_rows(report) -> list[dict]:
-    """A dry run, whose sizes are none of the goals', has measured nothing."""
+    """A row for each goal. A dry run counts as not measured, as its sizes are not those of the goals."""
     rows = []
     for goal in GOALS:
         found = None if report["dry_run"] else goal.measured(report)

@@ -1,4 +1,4 @@
-"""Sections of gpu_check.py: every kernel against the bytes it must move, matmuls and attention against their FLOPs, and tuning."""
+"""Sections of gpu_check.py: every kernel compared with the bytes it must move, matmuls and attention with their FLOPs, and tuning."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,17 +25,17 @@ from scripts.gpu_common import (
     FP32, Skip, attempt, block_matmuls, check_cublaslt, measure, random_tokens, relative_difference, table, while_time, zeros_of,
 )  # fmt: skip
 
-SLOW, WEIGHTY = 0.70, 0.005  # below this share of the copy rate a kernel is flagged, if it takes this share of a step
+SLOW, WEIGHTY = 0.70, 0.005  # a kernel is flagged below SLOW of the copy rate, if it takes at least WEIGHTY of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An operation as the model calls it.
 
-    n_bytes   what it must move, each input read and each output written once: a formula of the letters below
-    launches  per training step, likewise; 0 of what only a step of another kind has
+    n_bytes   what it must move, each input read and each output written once: a formula in the letters below
+    launches  per training step, likewise; 0 for what only another kind of step launches
     when      the flags it runs with, if not at -r 0
-    forms     of the plan's options
+    forms     of the plan's options, as (name, value) pairs
     """
 
     operation: str
@@ -50,7 +50,7 @@ class Kernel:
 
 
 def weighs(row) -> bool:
-    """Whether a kernel takes a share of a step worth a look, or one that is not known."""
+    """Whether a kernel's share of a step is large enough to matter, or unknown."""
     share = row.get("of step")
     return share is None or share >= WEIGHTY
 
@@ -99,7 +99,7 @@ def evaluate(formula: str, values: dict) -> float:
 
 
 class Room:
-    """What a kernel's arguments are made of: random tensors of the model's shapes, and the working room a plan gives."""
+    """What a kernel's arguments are made from: random tensors of the model's shapes, and the scratch buffers of a plan."""
 
     def __init__(self, run, kernels, **forms):
         self.run, s = run, run.sizes
@@ -137,7 +137,7 @@ class Room:
         return self.run.random(self.head_rows, self.config.padded_vocab_size)
 
     def flat(self):
-        """The arenas, by name."""
+        """The flat arenas, by name."""
         P, made = num_parameters(self.config), {}
         for name, dtype in self.plan.flat_types.items():
             if dtype == "int16":
@@ -151,9 +151,9 @@ class Room:
         return tensor_states(flat_layout(self.config), XorShift(1), XorShift(2))
 
     def sets(self, kernel: Kernel, n_bytes):
-        """Calls of a kernel, each on inputs of its own, for measure(). None is restored: time does not depend on values.
+        """Calls of a kernel for measure(), each on its own inputs. No input is restored between calls: time does not depend on values.
 
-        Of an operation in halves, what is copied to the device has been copied: the calls are those of the half that launches.
+        For an operation in two halves, the copies to the device are made beforehand: the calls are those of the half that launches.
         """
         function = self.operations["launch_" * (kernel.operation in STAGED) + kernel.operation]
         if kernel.when == AGAIN:
@@ -161,14 +161,14 @@ class Room:
         return [CALLS[kernel.operation](self, function) for _ in range(1 if n_bytes > 2e9 else 2)]
 
 
-# operation in halves -> its first half, on the inputs of room r; what that gives the second
+# operation in two halves -> a call of its first half on the inputs of room r; it returns what the second half takes
 STAGED = {
     "encoder_backward": lambda r: r.operations["stage_encoder_backward"](r.order, 12345, r.scratch),
     "adamw_update": lambda r: r.operations["stage_adamw_update"](
         r.tensors(), r.scratch, lr=1e-4, weight_decay=0.1, step=3, grad_norm=r.scratch["grad_norm"],
     ),
 }  # fmt: skip
-# operation -> a call of the function f, or of its second half, on the inputs of room r
+# operation -> a call of its function f, or of its second half, on the inputs of room r
 CALLS = {
     "encoder_forward": lambda r, f: partial(f, r.x(), r.tokens, r.wte(), r.wpe()),
     "encoder_backward": lambda r, f: partial(
@@ -248,14 +248,14 @@ def matmuls(run, record):
                 row = {"matmul": name, "which": kind, "rows, in, out": f"{rows}, {inner}, {outer}", "ms": ms, "spread": spread}
                 row |= {"TFLOP/s": rate, "of matmul": run.share(rate, "bf16")}
                 table(record, "").append(row)
-                if run.cuda and (kind != "forward" or name == "head"):  # with a bias it is cuBLASLt's anyway
+                if run.cuda and (kind != "forward" or name == "head"):  # with a bias torch calls cuBLASLt anyway
                     row |= other_library(run, *sets)
     record["notes"].append("cublaslt: what --matmul cublaslt would run instead; worth a row of a table if it is faster")
 
 
 @contextmanager
 def matmuls_by(library):
-    """Matmuls without a bias run by that library of a GPU: cublas or cublaslt."""
+    """Run matmuls without a bias by this GPU library: cublas or cublaslt."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(library)
     try:
@@ -265,7 +265,7 @@ def matmuls_by(library):
 
 
 def other_library(run, *calls) -> dict:
-    """The same matmul by cuBLASLt, and whether its bits are cuBLAS's."""
+    """The time of the same matmul by cuBLASLt, and whether its bits equal cuBLAS's."""
 
     def other(call):
         with matmuls_by("cublaslt"):
@@ -280,7 +280,7 @@ def other_library(run, *calls) -> dict:
 
 
 class Attention:
-    """Attention of one kind as the model calls it, on inputs of its own."""
+    """Attention of one kind as the model calls it, on its own inputs."""
 
     def __init__(self, run, shape, kind):
         (B, NH, T, HS), device = shape, run.backend.device
@@ -303,7 +303,7 @@ class Attention:
 
 
 def repeats_its_bits(compute, *results) -> str:
-    """Whether what it computes has the same bits three times."""
+    """Whether the results have the same bits all three times it computes them."""
     runs = []
     for _ in range(3):
         compute()
@@ -366,8 +366,8 @@ def gelu_fusion(run, record):
 
 
 # ----------------------------------------------------------------------------
-# tuning: one module constant after the other, the best so far kept. door.launch is where options of a launch are given, which are here
-# constants of "door", of every kernel, or of the one that is named
+# tuning: one module constant after the other, the best value so far kept. Options of a launch, which are given at door.launch, are treated
+# as constants too: of "door" for every kernel, or of a kernel's name for that one
 
 LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
@@ -385,7 +385,7 @@ SWEEPS = {
     "gelu_backward_inplace": (("gelu", "TILE_ROWS", TILE_ROWS), ("gelu", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "pack_gradients": (("attention", "TILE_ROWS", TILE_ROWS), ("attention", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "matmul_dbias": (("columns", "TILE_ROWS", TILE_ROWS), ("columns", "TILE_COLUMNS", TILE_COLUMNS)),
-    # nothing fetched ahead, by two programs to a multiprocessor of sm90, as before; and fewer threads, by two, three and four
+    # first nothing fetched ahead, as before, two programs to a multiprocessor of sm90; then fewer threads, with two, three and four
     "fused_classifier_inplace": ((
         "fused_classifier", ("BLOCK", "AHEAD", "WARPS"),
         ((32 << 10, 0, 16), (16 << 10, 96 << 10, 8), (16 << 10, 64 << 10, 8), (16 << 10, 48 << 10, 8)),
@@ -396,10 +396,10 @@ SWEEPS = {
 }  # fmt: skip
 
 
-# of Triton's attention, what is changed together: {(module or kernel, constant): value}, what is most likely to gain first. The second of
+# for Triton's attention, sets of changes made together: {(module or kernel, constant): value}, the most promising first. The second of
 # two values is for heads of more than 64 channels, which no shape here has. Compiled for sm90, the kernel of keys takes 167 registers, so
-# that a multiprocessor has room for three of its programs: with 128, for which its main loop reads one spilled number, for four. The
-# other two have four; with 96 registers, for which they spill nothing, and forward with less shared memory, five
+# a multiprocessor has room for three of its programs; with 128, at which its main loop reads one spilled number, for four. The other two
+# kernels have room for four; with 96 registers, at which they spill nothing, and less shared memory for forward, for five
 KEYS, QUERIES, FORWARD = "_attention_backward_keys", "_attention_backward_queries", "_attention_forward"
 MORE_KEYS, MORE_QUERIES = {(KEYS, "maxnreg"): 128}, {(QUERIES, "maxnreg"): 96}
 MORE_FORWARD = {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
@@ -413,7 +413,7 @@ ATTENTION_SWEEP = (
 
 
 def tune_attention(run, record):
-    """Forward and backward as they are, and with each of the changes alone; rows are the plan's."""
+    """Forward and backward as they are, and with each set of changes alone; the numbers of rows are the plan's."""
     if run.args.tune is None:
         raise Skip("only with --tune")
     if run.no_triton or not run.cuda:
@@ -448,7 +448,7 @@ def tune(run, record):
                     if not run.has(5):
                         break
                     with attempt(record, f"{kernel.name}, {name} {value}"), constants(room, {**now, (module, name): value}):
-                        if kernel.operation in STAGED:  # what lies on the device depends on the constants
+                        if kernel.operation in STAGED:  # what it puts on the device depends on the constants
                             STAGED[kernel.operation](room)
                         times[value], _ = measure(run, *sets)
                         table(record, "all").append({"kernel": kernel.name, "constant": name, "value": value, "ms": times[value]})
@@ -460,7 +460,7 @@ def tune(run, record):
 
 
 def with_option(launch, owner, name, value):
-    """door.launch with that option, for the kernel of that name or, of "door", for all."""
+    """door.launch with that option, for the kernel named `owner`, or for all kernels if owner is "door"."""
 
     def launch_with_it(kernel, *args, **rest):
         launch(kernel, *args, **(rest | ({name: value} if owner in ("door", kernel.fn.__name__) else {})))
@@ -470,8 +470,8 @@ def with_option(launch, owner, name, value):
 
 @contextmanager
 def constants(room, wanted: dict):
-    """{(module of llmc.kernels, constant or several): value or values} for a while; options of launches and the number of column partials
-    too."""
+    """Set {(module of llmc.kernels, constant or several): value or values} for a while; options of launches and the number of column
+    partials can be set likewise."""
     from llmc.kernels import door
 
     launch, partials, saved = door.launch, room.scratch["column_partials"], []

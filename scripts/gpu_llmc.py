@@ -11,14 +11,14 @@ from llmc.data.shards import write_shard
 from scripts.gpu_common import Skip, attempt, free_memory, summarize, table, while_time
 from scripts.gpu_steps import measure_steps, our_step, speed
 
-STEPS, SETTLING = 15, 5  # of its steps these come first and do not count
+STEPS, SETTLING = 15, 5  # of llm.c's STEPS steps, the first SETTLING do not count
 LONGEST_SECONDS = 90  # of a process
 # "step    3/15 | loss 10.912345 (+nanz)| norm 13.2045 (+nanz)| lr 3.00e-04 | 123.45 ms | -100.0% bf16 MFU | 530712 tok/s"
 STEP_LINE = re.compile(r"^step +(\d+)/\d+ \| loss +(\S+) .*\| ([0-9.]+) ms \|", re.MULTILINE)
 
 
 def llmc(run, record):
-    """A form of ours, then the same of llm.c's, which has the card's memory to itself."""
+    """At each level our step, then llm.c's, which has the card's memory to itself."""
     if not run.args.llmc:
         raise Skip("only with --llmc, the path of llm.c's train_gpt2cu")
     s = run.sizes
@@ -44,9 +44,9 @@ def llmc(run, record):
 
 
 def run_program(run, shard, level) -> str:
-    """What llm.c's program prints. Raises RuntimeError with its last lines where it fails."""
+    """What llm.c's program prints. Raises RuntimeError with the last lines of it if it fails."""
     s = run.sizes
-    # it computes step % -v, so -v 0 would end it; -m 1 keeps the validation before step 0 and after the last short
+    # it computes step % -v, so -v 0 would end it; -m 1 keeps the validations before step 0 and after the last step short
     options = dict(i=shard, j=shard, e="d12", b=s.B, t=s.T, d=s.B * s.T, x=STEPS, v=1000, m=1, s=0, h=0, r=level)
     words = [str(word) for name, value in options.items() for word in (f"-{name}", value)]
     seconds = max(10, min(LONGEST_SECONDS, run.left()))
@@ -65,7 +65,7 @@ def run_program(run, shard, level) -> str:
 
 
 def step_times(text) -> list[float]:
-    """Milliseconds of the steps that count, out of what it printed."""
+    """Milliseconds of the steps that count, from what the program printed."""
     times = [float(ms) for number, loss, ms in STEP_LINE.findall(text) if int(number) > SETTLING]
     if not times:
         raise RuntimeError("\n".join(["it printed no step that counts; its last lines:", *text.strip().splitlines()[-6:]]))

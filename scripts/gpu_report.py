@@ -6,7 +6,7 @@ PERCENT = (
     "spread", "our spread", "of copy", "of step", "gain of a step", "of matmul", "forward of matmul", "backward of matmul", "MFU",
     "llm.c MFU", "share",
 )  # fmt: skip
-TENTHS = ("of step", "gain of a step", "spread", "our spread", "share", "MFU", "llm.c MFU")  # of a percent
+TENTHS = ("of step", "gain of a step", "spread", "our spread", "share", "MFU", "llm.c MFU")  # shown to a tenth of a percent
 WHOLE = (
     "tokens/s", "ours tokens/s", "llm.c tokens/s", "GB/s", "MB", "planned MiB", "measured MiB", "reserved MiB", "launches", "set-up s",
 )  # fmt: skip
@@ -26,7 +26,7 @@ def cell(column, value) -> str:
 
 
 def table_lines(rows) -> list[str]:
-    """A table with the columns of all rows, and an empty line after it; nothing for no rows."""
+    """A markdown table with the columns of all rows, and an empty line after it; nothing if there are no rows."""
     if not rows:
         return []
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -36,7 +36,7 @@ def table_lines(rows) -> list[str]:
 
 
 def summary_rows(report) -> list[dict]:
-    """One row per figure of the summary; its figures of a step in columns."""
+    """One row per entry of the summary; the figures of a step are in columns."""
     return [{"": name} | (value if isinstance(value, dict) else {"value": ", ".join(value) or "none" if isinstance(value, list) else value})
             for name, value in report["summary"].items()]  # fmt: skip
 

@@ -33,9 +33,9 @@ from scripts.gpu_common import (
 )  # fmt: skip
 
 TEST_FILES = tuple(f"tests/test_{name}.py" for name in ("cuda", "cublaslt", "kernels", "triton_attention", "matmul_fp8"))
-TEST_SECONDS, TEST_SHARE = 150, 0.3  # of the time that is left, unless nothing else is asked for
-TEST_REPORT_SECONDS = 20  # that pytest may take to end, interrupted
-STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, in the summary
+TEST_SECONDS, TEST_SHARE = 150, 0.3  # limits of the tests: seconds, and share of the time left; neither applies if only tests are asked for
+TEST_REPORT_SECONDS = 20  # that pytest may take to end once it is interrupted
+STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, shown in the summary
 EAGER = "-r 0, without graphs"
 NO_CUDA = "there is no CUDA device"
 
@@ -97,7 +97,7 @@ def ceilings(run, record):
 
 
 def tests(run, record):
-    """The project's own tests of CUDA and the kernels, in processes of their own: most of their time is a compiler's."""
+    """Run the project's tests of CUDA and the kernels, in several processes: most of their time is spent in a compiler."""
     files = [f for f in TEST_FILES if (REPO / f).exists()]
     record["not_run"] += [f"{f}: there is no such file" for f in TEST_FILES if f not in files]
     [listing] = pytest_outputs([["-m", "gpu or kernels", "--collect-only", "-q", *files]], 60)
@@ -118,8 +118,8 @@ def tests(run, record):
 
 
 def pytest_outputs(argument_lists, seconds) -> list[str]:
-    """What pytest prints with each of the lists, all at once. After `seconds` they are interrupted, and report on what they have run."""
-    others = ("TRITON_INTERPRET", "PYTEST_ADDOPTS")  # the second may change what is printed, which is read here
+    """The output of pytest for each list, all run at once. After `seconds` they are interrupted, and report on what they have run."""
+    others = ("TRITON_INTERPRET", "PYTEST_ADDOPTS")  # the second may change the output, which is parsed here
     env = {k: v for k, v in os.environ.items() if k not in others} | {"OMP_NUM_THREADS": "1"}
     command, deadline = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider"], time.monotonic() + seconds
     with ExitStack() as stack:
@@ -141,7 +141,7 @@ def pytest_outputs(argument_lists, seconds) -> list[str]:
 
 
 def report_tests(record, names, text):
-    """Counts, the names of what failed, and the last lines of each failure, out of what pytest -v printed."""
+    """Record counts, the names of failed tests, and the last lines of each failure, from the output of pytest -v."""
     outcomes = dict(re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", text, re.MULTILINE))
     counts = [f"{list(outcomes.values()).count(o)} {o.lower()}" for o in dict.fromkeys(("PASSED", "FAILED", *outcomes.values()))]
     missing = [name for name in names if name not in outcomes]
@@ -163,15 +163,15 @@ def report_tests(record, names, text):
 
 
 def why_no_graphs(run, options) -> str:
-    """Why a step of these options does not run as graphs here; empty if it does, as in the program."""
+    """Why a step with these options does not run as graphs here; empty if it does. Decided as in train_gpt2.py."""
     if not run.graphs:
         return "graphs did not work here"
     return "" if check_graphs(parse([]), options) else "graphs need the device's own kernels, and no --offload-residual"
 
 
 def random_model(run, config, B, T, graphs=True, **forms) -> GPT2:
-    """A model as the program builds it, with graphs where they go with its options, unless not `graphs`. Weights are random, and the same
-    for every form of them."""
+    """A model as train_gpt2.py builds it, with graphs if `graphs` and its options allow them. Weights are random, and the same for every
+    form of the options."""
     plan = Plan(run.options(config, B, T, **forms))
     with_graphs = graphs and not why_no_graphs(run, plan.options)
     model = GPT2(plan, run.backend.device, graphs=graphs_on(run.backend.kind) if with_graphs else None)
@@ -185,13 +185,13 @@ def random_model(run, config, B, T, graphs=True, **forms) -> GPT2:
 
 
 def our_step(run, config, B, T, graphs=True, **forms):
-    """(a step as the program takes it, its plan).
+    """(a step as train_gpt2.py runs it, its plan).
 
-    The first step runs as it comes, the second is captured, and from then on graphs are replayed; never so if not `graphs`.
+    The first step runs eagerly, the second is captured, and later ones replay the graphs; without `graphs` all are eager.
     """
     model = random_model(run, config, B, T, graphs, **forms)
     inputs, targets = random_tokens(config, B, T)
-    order, number = token_order(inputs), count(1)  # the loader sorts ahead of time
+    order, number = token_order(inputs), count(1)  # sorted ahead of time, as by the loader
 
     def step():
         model.train(inputs, targets, 1, 0, order)
@@ -204,12 +204,12 @@ def our_step(run, config, B, T, graphs=True, **forms):
 
 
 def warm_up(run, step) -> list[float]:
-    """The losses of as many steps as it takes until each is like the one before."""
+    """Run as many steps as it takes until all later ones run alike. Returns their losses."""
     return [step() for _ in range(run.sizes.warmup)]
 
 
 def measure_steps(run, step) -> tuple[float, float, float]:
-    """(median ms, spread, loss of the last) after warming up."""
+    """(median ms, spread, last loss) of steps after a warm-up."""
     losses = warm_up(run, step)
     ms, spread = summarize(time_each(run.backend, [lambda: losses.append(step())] * run.sizes.steps))
     return ms, spread, losses[-1]
@@ -217,9 +217,9 @@ def measure_steps(run, step) -> tuple[float, float, float]:
 
 @contextmanager
 def measured_peak(run):
-    """A dictionary that has, afterwards, the allocator's peaks in MiB of what was inside: of what was in use, and of what it held.
+    """A dictionary that afterwards holds the allocator's peaks, in MiB, of the code inside: of memory in use and of memory reserved.
 
-    A replayed graph allocates nothing: the step before and the capture must be inside too.
+    A replayed graph allocates nothing, so the eager step and the capture before it must be inside too.
     """
     found = {"measured MiB": None, "reserved MiB": None}
     if not run.cuda:
@@ -249,7 +249,7 @@ def step_row(run, label, config, B, T, **forms) -> dict:
 
 
 def measure_forms(run, record, runs):
-    """runs: (label, forms of the options). The model of one is freed before the next."""
+    """Add a row for each of runs, (label, forms of the options). Each model is freed before the next."""
     s = run.sizes
     for label, forms in while_time(run, record, runs, 12, name=lambda r: r[0]):
         with attempt(record, label):
@@ -286,7 +286,7 @@ def steps(run, record):
 
 
 def attention_steps(run, record):
-    """By every other kind of attention than the steps before: no other choice moves a step as much."""
+    """Steps by every kind of attention except that of the steps before: no other choice changes a step's time as much."""
     if not run.cuda:
         raise Skip("a CPU has one kind")
     usual = run.options(run.sizes.config, run.sizes.B, run.sizes.T).attention_kind
@@ -296,7 +296,7 @@ def attention_steps(run, record):
 
 
 def more_steps(run, record):
-    levels = sorted(range(3, len(NOT_KEPT)), key=lambda level: level != 5)  # which has a goal
+    levels = sorted(range(3, len(NOT_KEPT)), key=lambda level: level != 5)  # -r 5 first, as it has a goal
     forms = [(f"-r {level}", {"recompute": level}) for level in levels]
     fused = (0, 3), (2, 3), (5, 3), (0, 2), (0, 1)
     forms += [(f"-r {level} -ge {fusion}", {"recompute": level, "gelu_fusion": fusion}) for level, fusion in fused]
@@ -308,8 +308,8 @@ def more_steps(run, record):
 
 
 def larger(run, record):
-    """Each model at the largest batch that fits: at -r 0 if that costs none of it, else at -r 2. As it is, and where they can be with
-    GELU's gradient inside a matmul and in FP8."""
+    """Each model at the largest batch that fits: at -r 0 if the batch is no smaller for it, else at -r 2. Each runs as it is and, where
+    possible, with GELU's gradient inside a matmul, and in FP8."""
     for name, config, batches in while_time(run, record, run.sizes.larger, 40, name=lambda x: x[0]):
         largest_step(run, record, name, config, batches)
         others = (("-ge 3", {"gelu_fusion": 3}, "" if run.cuda else NO_CUDA), ("--matmul fp8", {"matmul": "fp8"}, why_no_fp8(run)))
@@ -321,10 +321,10 @@ def larger(run, record):
 
 
 def largest_step(run, record, name, config, batches, flags="", **forms):
-    """A row of the largest of the batches that fits, with these flags, which are those forms of the plan's options."""
+    """Add a row for the largest of the batches that fits; `flags` and `forms` say the same, as flags and as options of the plan."""
     T = run.sizes.T
     if run.cuda:
-        free_memory()  # of the model before
+        free_memory()  # that of the model before
     budget = int(run.backend.free_bytes() * (1 - RESERVE[run.backend.kind])) if run.cuda else 64 * MIB
     chosen = {}
     for level in (2, 0):
@@ -350,7 +350,7 @@ def largest_step(run, record, name, config, batches, flags="", **forms):
 
 
 def why_no_fp8(run) -> str:
-    """Why no step here takes --matmul fp8; empty if one does."""
+    """Why no step here can use --matmul fp8; empty if one can."""
     if not run.cuda or run.backend.capability() < FP8_CAPABILITY:
         return "it is for Hopper and later"
     return "" if run.kernels == "triton" else "its operands are made by Triton's kernels"
@@ -365,7 +365,7 @@ KINDS = (
 
 
 def our_kernels() -> set[str]:
-    """Names of the Triton kernels, as a profile has them; but for those of attention, which is a kind of its own."""
+    """Names of the Triton kernels as they appear in a profile, except those of attention, which is a kind of its own."""
     from llmc.kernels.fp8 import fp8_operand
     from llmc.kernels.functions import triton_operations
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draw the logs of one or several runs over the step: loss, learning rate, gradient norm, tokens/s.
+"""Draw the logs of one or several runs by step: loss, learning rate, gradient norm, tokens/s.
 
     python scripts/plot_log.py log_d6                              a folder with main.log and speed.log
     python scripts/plot_log.py log_a/main.log out.txt -o both.png --labels llmc llm.c
 
-A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or what a run printed, captured in a file. tokens/s
-of a main.log come from the speed.log beside it; printed ones are the trainer's running mean. Of a step that a log holds twice
+A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or the captured output of a run. For a main.log,
+tokens/s come from the speed.log beside it; those that a run prints are the trainer's running mean. If a log holds a step twice,
 the later line counts. Steps are counted from 0, as in main.log. Needs matplotlib.
 """
 
@@ -26,7 +26,7 @@ from llmc.logger import LOG_NAME, SPEED_NAME
 from scripts.plotting import SPEED_LINE, STEP, check_picture, new_figure, read_lines, read_speed, save_picture, shown
 
 N = r"[-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?)"
-# a group's name is the series it goes to; step, printed and resumed say where in it
+# a group's name is the series its value belongs to; step, printed and resumed give the step
 FORMS = (
     re.compile(rf"s:(?P<step>{STEP}) trl:(?P<loss>{N})(?: lr:(?P<lr>{N}) norm:(?P<norm>{N}))?"),  # llm.c's older logs end after trl
     re.compile(rf"s:(?P<step>{STEP}) tel:(?P<val>{N})"),
@@ -40,7 +40,7 @@ FORMS = (
     re.compile(rf"HellaSwag: \d+/\d+ = (?P<accuracy>{N})"),
     re.compile(rf"resuming at step (?P<resumed>{STEP}) .*"),
 )
-HIGHEST = 1e300  # that an axis, somewhat longer than its values, can show
+HIGHEST = 1e300  # the highest value that an axis, which extends somewhat beyond its values, can show
 SERIES = ("loss", "val", "accuracy", "lr", "norm", "speed")
 COLOURS = ("#1f77b4", "#d95f02", "#2a9d4a", "#b0338c", "#7a5a3c", "#555555", "#17a2b8", "#b8a000")
 TITLES = {
@@ -51,7 +51,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One run. series: for each of SERIES, step -> value, in order of steps; train loss and what goes with it from step 0."""
+    """One run. series: for each of SERIES, step -> value, in order of steps; training steps are counted from 0."""
 
     label: str
     series: dict[str, dict[int, float]]
@@ -77,13 +77,13 @@ def main(argv=None):
 
 
 def labels_of(paths: list[Path]) -> list[str]:
-    """Short names: the folder's for a main.log or a folder, else the file's own; the whole path where that is not unique."""
+    """Short names: the folder's for a main.log or a folder, else the file's own; the whole path where the name is not unique."""
     names = [(path.parent if path.name == LOG_NAME else path).resolve().name for path in paths]
     return [name if name and names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
 
 
 def read_series(path: Path) -> dict[str, dict[int, float]]:
-    """Log.series of a log file or a run's folder. Raises UserError where there is nothing to draw."""
+    """Log.series of a log file or a run's folder. Raises UserError if there is nothing to draw."""
     if path.is_dir():
         if not (path / LOG_NAME).is_file():
             raise UserError(f"{path} holds no {LOG_NAME}; give the folder that train_gpt2.py -o wrote, or a log file")
@@ -100,10 +100,10 @@ def read_series(path: Path) -> dict[str, dict[int, float]]:
 
 
 def parse_lines(lines) -> dict[str, dict[int, float]]:
-    """Log.series of the lines that are in one of FORMS; the others are skipped.
+    """Log.series of the lines that match one of FORMS; other lines are skipped.
 
-    A printed evaluation does not name its step. It measured the weights before the step that is printed next, or, at the
-    end of a run, those after the last.
+    A printed evaluation does not name its step. It measured the weights before the step that is printed next or, at the
+    end of a run, those after the last step.
     """
     series, evaluated, reached = {name: {} for name in SERIES}, {}, 0
 
@@ -123,7 +123,7 @@ def parse_lines(lines) -> dict[str, dict[int, float]]:
             reached = int(values.pop("printed"))  # counted from 1
             put(reached - 1, evaluated | values)
             evaluated = {}
-        elif "resumed" in values:  # outputs of a crashed and of the next run in one file
+        elif "resumed" in values:  # outputs of a crashed run and of the next one in one file
             put(reached, evaluated)
             reached, evaluated = int(values["resumed"]), {}
         else:
@@ -133,7 +133,7 @@ def parse_lines(lines) -> dict[str, dict[int, float]]:
 
 
 def summary(log: Log) -> str:
-    """One line: how far the run came, and how well and fast."""
+    """One line: how far the run got, how good its loss is, and how fast it was."""
     loss, val, speed = (log.series[name] for name in ("loss", "val", "speed"))
     parts = [f"{len(loss)} steps, last train loss {list(loss.values())[-1]:.4f}" if loss else "no training step"]
     finite = {step: value for step, value in val.items() if isfinite(value)}
@@ -150,7 +150,7 @@ def summary(log: Log) -> str:
 
 
 def draw(logs: list[Log]):
-    """The figure: four panels, and a fifth where a log has HellaSwag scores."""
+    """The figure: four panels, and a fifth if a log has HellaSwag scores."""
     scored = any(log.series["accuracy"] for log in logs)
     names = [["loss", "lr"], ["norm", "speed"], *([["accuracy", "accuracy"]] if scored else [])]
     figure = new_figure(9, 8 if scored else 6.2)
@@ -180,7 +180,7 @@ def draw(logs: list[Log]):
 
 
 def scale(panel, name: str) -> None:
-    """The y axis of a panel that has lines."""
+    """Set up the y axis of a panel that has lines."""
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
     values = np.concatenate([line.get_ydata() for line in panel.lines])
@@ -192,7 +192,7 @@ def scale(panel, name: str) -> None:
         panel.yaxis.set_major_formatter("{x:,.0f}")
     elif name == "norm":
         panel.set_yscale("log", nonpositive="mask")
-        if np.nanmax(values) < 1e4 * np.nanmin(values):  # else powers of ten are enough
+        if np.nanmax(values) < 1e4 * np.nanmin(values):  # otherwise powers of ten are enough
             panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_minor_formatter(NullFormatter())
         panel.yaxis.set_major_formatter("{x:g}")
@@ -201,7 +201,7 @@ def scale(panel, name: str) -> None:
 
 
 def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
-    """One series of a log; nan, inf and what no axis reaches are gaps, and a series of nothing else, or of no norm above 0, is left out."""
+    """Draw one series of a log. nan, inf, values beyond HIGHEST and norms not above 0 are gaps; a series of gaps alone is left out."""
     lowest = 0.0 if name == "norm" else -HIGHEST
     points = {step: value if lowest < value < HIGHEST else nan for step, value in log.series[name].items()}
     if not any(map(isfinite, points.values())):
@@ -212,7 +212,7 @@ def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
 
 
 def add_legends(figure, panel, logs: list[Log]) -> None:
-    """Which colour is which log, above the panels; which line is which loss, in their panel."""
+    """The legends: above the panels, which colour is which log; in the loss panel, which line is which loss."""
     from matplotlib.lines import Line2D
 
     drawn = {line.get_label() for line in panel.lines}

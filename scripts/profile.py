@@ -6,26 +6,26 @@
     python scripts/profile.py -e d12 --trace step.json                   one step for chrome://tracing or ui.perfetto.dev
     nsys profile python scripts/profile.py -e d12 -b 16 -t 1024 --nvtx   ranges named as the rows, on CUDA
 
-A row is a stage of the model and a layer function called in it, over all layers; `again` is a stage of forward that backward runs
-once more. Weights and tokens are random; of a model .bin only the sizes count. A step is forward, backward, norm and update.
+A row is a stage of the model and a layer function called in it, over all layers; `again` marks a stage of forward that backward
+reruns. Weights and tokens are random; of a model .bin only the sizes are used. A step is forward, backward, norm and update.
 
-ms        per step: the mean of the middle half of the steps in order of their time, so that rows add up to the step
-GB/s      each tensor among the arguments and results counts once, whatever is done with it; twice if it is read and written in place
-          or added to; working room not at all; of an embedding the rows of tokens that occur. Of the update: what it reads and writes
+ms        per step: the mean over the middle half of the steps, ordered by their time, so that rows add up to the step
+GB/s      each tensor among the arguments and results counts once, or twice if it is read and written in place or added to; scratch
+          buffers do not count; of an embedding only the rows of tokens that occur. For the update: what it reads and writes
 TFLOP/s   matmuls from their shapes; causal attention counts the half it computes: 2 B T T C forward, 5 B T T C backward
-of limit  the least time that its bytes take at the speed of a large copy, or its FLOPs at that of a large matmul, in FP8 at twice that,
-          whichever is more, over the time it took. Above 100%: what it reads was in a cache, or is written in place, which spares what a
-          copy waits for
-rest      what no operation covers: Python between them, a device that waits for it, copies in, fills
+of limit  the least possible time over the time taken. The least is that of its bytes at the speed of a large copy, or of its FLOPs at
+          that of a large matmul (in FP8 at twice that), whichever is longer. Above 100%: what it reads was in a cache, or is written in
+          place, which spares what a copy waits for
+rest      what no operation covers: Python between operations, a device that waits for it, copies in, fills
 """
 
 import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-# this file has the name of a module that cProfile imports, and torch.compile that: nobody may find it by looking for theirs
+# torch.compile imports cProfile, which imports the standard library's profile: scripts/ leaves the path, so that they do not find this file
 sys.path[:] = [str(REPO), *(p for p in sys.path if Path(p).resolve() != REPO / "scripts")]
-if __name__ == "profile":  # found so all the same, by a script of this folder: put the standard library's in its place
+if __name__ == "profile":  # found all the same, from a script in this folder: put the standard library's module in its place
     del sys.modules["profile"]
     __import__("profile")
 
@@ -62,25 +62,26 @@ TAKEN = (
 )  # fmt: skip
 DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
 
-OWN = {"-h", "--help", "-o", "--steps", "--output", "--json", "--trace", "--nvtx"}  # this script's, some of them train_gpt2.py's too
+OWN = {"-h", "--help", "-o", "--steps", "--output", "--json", "--trace", "--nvtx"}  # this script's flags, some of them train_gpt2.py's too
 
-# matmul -> places of an argument with a row for every token, and of the weight or its gradient
+# matmul -> positions of an argument with a row for every token, and of the weight or its gradient
 MATMULS = {"matmul_forward": (0, 2), "matmul_dinput": (0, 2), "matmul_dweight": (1, 0),
            "matmul_gelu_forward": (0, 3), "matmul_gelu_backward": (0, 2)}  # fmt: skip
-# with --matmul fp8, place of an argument -> bytes of an element more than its two: a factor is read once more, and written and read in FP8
+# with --matmul fp8, position of an argument -> bytes per element beyond bf16's two: it is read again, and written and read in FP8. dout is
+# written in two layouts by matmul_dout, and after that only read in FP8, hence -1
 FP8_BYTES = {"matmul_forward": {1: 4, 2: 4}, "matmul_dout": {0: 4}, "matmul_dinput": {1: -1, 2: 4}, "matmul_dweight": {1: -1, 2: 4}}
-FP8_SPEED = 2  # of a card's matmuls, next to bf16's
-CALLED_BY_NAME = ("residual_",)  # functions that are not among model.ops
-# of how many of its first tensors an operation reads what it overwrites
+FP8_SPEED = 2  # of a card's matmuls, relative to bf16
+CALLED_BY_NAME = ("residual_",)  # prefixes of functions that llmc.gpt2 calls by name, not through model.ops
+# operation -> how many of its first tensors it both reads and overwrites
 IN_PLACE = {"residual_layernorm_forward": 1, "residual_add_inplace": 1, "gelu_backward_inplace": 1, "layernorm_backward": 1,
             "fused_classifier_inplace": 2, "encoder_backward": 1}  # fmt: skip
-EMBEDDINGS = {"encoder_forward": (2, 3), "encoder_backward": (0, 1)}  # places of wte and wpe, or of their gradients
-# methods of the model -> the stage they are, where it has no name in the lists of passes
+EMBEDDINGS = {"encoder_forward": (2, 3), "encoder_backward": (0, 1)}  # positions of wte and wpe, or of their gradients
+# methods of the model -> the stage they are, for those that the lists of passes do not name
 STAGES = {"_ln1_forward": "ln1_forward", "_fcproj": "fcproj", "_head_backward": "head", "_norm_backward": "lnf_backward",
           "grad_norm": "norm", "update": "update"}  # fmt: skip
 
 MATMUL, ATTENTION, ELEMENTWISE, CLASSIFIER, UPDATE, REST = "matmul", "attention", "elementwise, norms", "classifier", "update", "rest"
-COLOURS = {  # kind -> of the time it took, of what the limit would need
+COLOURS = {  # kind -> colour of the time it took, colour of what the limit would need
     MATMUL: ("#9dc3e6", "#1f4e79"), ATTENTION: ("#f4a261", "#b5520b"), ELEMENTWISE: ("#b5d6a4", "#3f7d2a"),
     CLASSIFIER: ("#d3b3dc", "#7b3f8c"), UPDATE: ("#ffd966", "#a67c00"), REST: ("#c8c8c8", "#8c8c8c"),
 }  # fmt: skip
@@ -124,7 +125,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_arguments(argv) -> tuple[argparse.Namespace, list[str]]:
-    """What is this script's own, and the words for train_gpt2.py's parser: the table of flags is its."""
+    """This script's arguments, and the words for train_gpt2.py's parser, from whose table the shared flags are taken."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     own = parser.add_argument_group("what to measure and write")
     own.add_argument("--steps", metavar="N", default="5", help="steps to measure, and as many without hooks, after two to warm up [5]")
@@ -155,7 +156,7 @@ def read_arguments(argv) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_words(words: list[str], shared: set[str]) -> list[str]:
-    """The words. Raises UserError for a flag of train_gpt2.py alone, which argparse may take for the beginning of another: -g for -ge."""
+    """The words. Raises UserError for a flag that only train_gpt2.py has: argparse may take one for the start of another, -g for -ge."""
     for word in words:
         flag = word.partition("=")[0]
         if flag in BY_NAME and flag not in shared | OWN:
@@ -164,7 +165,7 @@ def check_words(words: list[str], shared: set[str]) -> list[str]:
 
 
 def check_output(flag: str, path: Path):
-    """Raise UserError unless a file can be made at `path`: rather now than after the work for it."""
+    """Raise UserError unless a file can be created at `path`: better now than after the work for it."""
     why = "it is a folder" if path.is_dir() else "" if path.parent.is_dir() else f"the folder {path.parent} does not exist"
     try:
         if not why:
@@ -176,14 +177,14 @@ def check_output(flag: str, path: Path):
 
 
 def open_run(words):
-    """What train_gpt2.py decides for these words: settings, backend, plan, notes. Raises UserError where there is nothing to run."""
+    """What train_gpt2.py decides for these words: settings, backend, plan, notes. Raises UserError if no step can be run."""
     s = parse(words)
     if s.batch_size == "auto":
         raise UserError("-b auto looks at the training data too, and a profile has none; give a number")
     if s.model.endswith(".bin"):
-        read_model_header(s.model)  # with its sentence on a missing file: train_gpt2.py's speaks of data as well
+        read_model_header(s.model)  # for its message on a missing file: train_gpt2.py's speaks of data as well
     try:
-        with redirect_stdout(io.StringIO()), ExitStack() as until_end:  # llm.c's table
+        with redirect_stdout(io.StringIO()), ExitStack() as until_end:  # hides llm.c's table
             run = train_gpt2.open_run(s, until_end)
     except NotEnoughMemory as error:
         raise UserError(f"{error}; use a smaller -e, -b or -t") from error
@@ -208,18 +209,18 @@ class Limits:
     matmul_tflops: float
 
     def floor_ms(self, n_bytes: int, flops: float) -> float:
-        """The least time for so much of both, one beside the other."""
+        """The least time for this many bytes and FLOPs, when copying and computing overlap."""
         return max(n_bytes / self.copy_gb_s / 1e6, flops / self.matmul_tflops / 1e9)
 
 
 def measure_limits(run) -> Limits:
-    """Here and now, the best of several tries each. Takes memory, which is free again afterwards."""
+    """The Limits of this machine now, each the best of several tries. Takes memory, which is freed afterwards."""
     import torch
 
     from scripts.gpu_common import time_each
 
     backend, precision = run.backend, run.plan.options.precision
-    elements = {"cpu": 32 << 20, "cuda": 128 << 20}[backend.kind]  # beyond any cache
+    elements = {"cpu": 32 << 20, "cuda": 128 << 20}[backend.kind]  # larger than any cache
     a, b = (torch.ones(elements, dtype=torch.float32, device=backend.device) for _ in range(2))
     best_ms = min(time_each(backend, [partial(b.copy_, a)] * 10))
     n_bytes = a.nbytes + b.nbytes
@@ -231,7 +232,7 @@ def measure_limits(run) -> Limits:
 
 @dataclass(slots=True)
 class Cost:
-    """Of all calls of an operation in one step."""
+    """What all calls of an operation in one step add up to."""
 
     calls: int = 0
     n_bytes: int = 0
@@ -240,7 +241,7 @@ class Cost:
 
 
 def tensors_in(values):
-    """The tensors among values, in order, those in lists and tuples too. A dictionary holds working room, so nothing of it."""
+    """The tensors among values, in order, also those in lists and tuples. A dictionary holds scratch buffers, so it is skipped."""
     import torch
 
     for value in values:
@@ -251,7 +252,7 @@ def tensors_in(values):
 
 
 def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
-    """What one call must read and write, as the top of this file says; embedding_rows are those that a batch uses of wte and of wpe."""
+    """Bytes that one call must read and write, counted as the top of this file says; embedding_rows: those of wte and wpe in use."""
     if name == "adamw_update":
         return count_update_bytes(args[0])
     tensors = list(tensors_in([*args, *(value for key, value in kwargs.items() if key != "room"), result]))
@@ -264,19 +265,19 @@ def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
 
 
 def in_fp8(name: str, args, kwargs) -> bool:
-    """Whether it is a matmul that makes its factors in FP8 first: one with room for them, last among its arguments."""
+    """Whether this is a matmul that first makes its factors in FP8: one with scratch buffers (room) for them."""
     room = kwargs.get("room", args[-1]) if name in FP8_BYTES else None
     return isinstance(room, dict) and "fp8_inp" in room
 
 
 def count_update_bytes(flat: dict) -> int:
-    """The gradient is read; the weights, m, v and the master are read and written, but for weights with a master beside them: written."""
+    """Bytes of the update: gradients are read; m, v, master and weights are read and written, but weights with a master only written."""
     once = {"gradients", "parameters"} if "master" in flat else {"gradients"}
     return sum(t.nbytes * (1 if name in once else 2) for name, t in flat.items())
 
 
 def count_flops(name: str, args, attention: int) -> int:
-    """Of one call; attention is B T T C."""
+    """FLOPs of one call; attention is B T T C."""
     if name in MATMULS:
         x, weight = (args[place] for place in MATMULS[name])
         return 2 * x.numel() // x.shape[-1] * weight.numel()
@@ -284,7 +285,7 @@ def count_flops(name: str, args, attention: int) -> int:
 
 
 def kind_of(operation: str) -> str:
-    """One of those that have a colour."""
+    """The kind of an operation, one of those in COLOURS."""
     if operation in (*MATMULS, "matmul_dout"):
         return MATMUL
     named = {"attention": ATTENTION, "fused_classifier": CLASSIFIER, "global_norm": UPDATE, "adamw": UPDATE}
@@ -298,9 +299,9 @@ def kind_of(operation: str) -> str:
 class Recorder:
     """What the hooks around stages and operations write to. A key is (phase, stage, operation).
 
-    recording  whether they do anything; counting, whether costs are taken too, which takes time of its own
-    phase      forward, backward or update, set by the step      range_of  name -> a context for what runs inside
-    costs      key -> Cost, in the order of the step             spans     [(key, start, end)] of a step, the backend's marks
+    recording  whether the hooks do anything; counting: whether they add up costs too, which takes time itself
+    phase      forward, backward or update, set by the step      range_of  name -> a context in which that runs
+    costs      key -> Cost, in the order of the step             spans     [(key, start, end)] of a step, as the backend's marks
     """
 
     def __init__(self, backend, limits: Limits, forward_stages, attention: int, embedding_rows):
@@ -312,7 +313,7 @@ class Recorder:
         self.costs, self.spans = defaultdict(Cost), []
 
     def stage_hook(self, name: str, method):
-        """The method as a stage; inside another one it is a part of that."""
+        """The method, recorded as a stage; inside another stage it is part of that one."""
 
         def run(*args, **kwargs):
             if not self.recording or self.stage:
@@ -326,7 +327,7 @@ class Recorder:
         return run
 
     def operation_hook(self, name: str, function):
-        """The function, timed; inside another operation it is a part of that, and outside any stage it is one itself."""
+        """The function, timed; inside another operation it is part of that one, and outside any stage it is a stage itself."""
 
         def run(*args, **kwargs):
             if not self.recording or self.inside:
@@ -355,7 +356,7 @@ class Recorder:
         cost.floor_ms += self.limits.floor_ms(n_bytes, flops / FP8_SPEED if in_fp8(key[-1], args, kwargs) else flops)
 
     def measure(self, step) -> tuple[dict, float]:
-        """Milliseconds of each key, and of the whole step. The device is waited for before and after, not within."""
+        """Milliseconds of each key, and of the whole step. Waits for the device before and after the step, but not within it."""
         self.spans.clear()
         self.backend.synchronize()
         self.recording = True
@@ -372,7 +373,7 @@ class Recorder:
 
 @contextmanager
 def hooked(model, recorder: Recorder):
-    """Hooks around all that the model runs in a step: model.ops, what llmc.gpt2 calls by name, the stages."""
+    """Put hooks around all that the model runs in a step: model.ops, functions that llmc.gpt2 calls by name, and the stages."""
     from llmc import gpt2
 
     with ExitStack() as undo:
@@ -404,7 +405,7 @@ def hooked(model, recorder: Recorder):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stage and an operation in it; or a kind, or the whole step, without an operation."""
+    """A stage and an operation in it; or, without an operation, a kind, a phase or the whole step."""
 
     phase: str
     stage: str
@@ -435,10 +436,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Of one form of a step.
+    """The profile of one form of a step.
 
     run       what train_gpt2.py decided         limits  of the machine
-    ms        of each step with hooks; the rows add up to the middle of them     plain_ms  of each step without
+    ms        of each step with hooks; the rows add up to the mean of their middle half     plain_ms  of each step without
     """
 
     run: object
@@ -472,7 +473,7 @@ class Profile:
 
     @property
     def mfu(self) -> float:
-        """As train_gpt2.py prints it, of a step without hooks."""
+        """MFU as train_gpt2.py prints it, of a step without hooks."""
         o = self.run.plan.options
         per_token = flops_per_token(num_parameters(o.config), o.config.num_layers, o.config.channels, o.T)
         return model_flops_utilization(per_token, o.B * o.T, self.plain_step_ms / 1e3, self.run.peak_tflops)
@@ -484,7 +485,7 @@ class Profile:
 
 
 def together(name: str, rows: list[Row]) -> Row:
-    """One row of several."""
+    """One row that sums several."""
     sums = (sum(getattr(row, field) for row in rows) for field in ("calls", "ms", "n_bytes", "flops", "floor_ms"))
     return Row("", name, "", name, *sums)
 
@@ -507,7 +508,7 @@ def profile_step(run, args) -> Profile:
         if args.nvtx:
             recorder.range_of = torch.cuda.nvtx.range
         plain_ms, of_keys, ms = [], [], []
-        for _ in range(args.steps):  # in turn, as machines drift
+        for _ in range(args.steps):  # with and without hooks in turn, as machines drift
             plain_ms.append(time_plain(step, run.backend))
             of_step, step_ms = recorder.measure(step)
             of_keys.append(of_step)
@@ -518,14 +519,14 @@ def profile_step(run, args) -> Profile:
 
 
 def prepare(model, backend, limits: Limits):
-    """A recorder for the model, and a step of it, as training takes it, on random tokens."""
+    """A recorder for the model, and a step of it as in training, on random tokens."""
     import numpy as np
 
     from llmc.data.order import token_order
 
     o = model.plan.options
     inputs, targets = np.random.default_rng(0).integers(0, o.config.vocab_size, (2, o.B, o.T))
-    order, number = token_order(inputs), count(1)  # the loader sorts ahead of time
+    order, number = token_order(inputs), count(1)  # sorted ahead of time, as by the loader
     forward_stages = {stage.name for stage in FORWARD_STAGES} | set(passes(FORWARD_STAGES, o.gelu_fusion))
     recorder = Recorder(backend, limits, forward_stages, o.B * o.T * o.T * o.config.channels, (len(order.tokens), o.T))
 
@@ -541,7 +542,7 @@ def prepare(model, backend, limits: Limits):
 
 
 def time_plain(step, backend) -> float:
-    """Milliseconds of a step without hooks, until the device is done."""
+    """Milliseconds of a step while hooks do nothing, until the device is done."""
     backend.synchronize()
     start = time.perf_counter()
     step()
@@ -550,14 +551,14 @@ def time_plain(step, backend) -> float:
 
 
 def make_rows(costs: dict, times: list[dict], whole: list[float]) -> list[Row]:
-    """The rows of a step in its order, and last what is left of it: means over the middle half of the steps, which add up."""
+    """The rows of a step in its order, the rest last. Times are means over the middle half of the steps, so they add up to the step."""
     steps, cut = sorted(range(len(whole)), key=whole.__getitem__), len(whole) // 4
     middle = steps[cut : len(steps) - cut]
     rows = []
     for (phase, stage, operation), cost in costs.items():
         ms = statistics.fmean(times[i][phase, stage, operation] for i in middle)
         rows.append(Row(phase, stage, operation, kind_of(operation), cost.calls, ms, cost.n_bytes, cost.flops, cost.floor_ms))
-    # an operation that a stage first calls in a later layer stands with the others of that stage
+    # an operation that a stage first calls in a later layer is placed with the others of that stage
     first = {}
     for i, row in enumerate(rows):
         first.setdefault((row.phase, row.stage), i)
@@ -619,7 +620,7 @@ def table_lines(title: str, rows: list[Row], step_ms: float) -> list[str]:
 
 
 def as_json(profile: Profile) -> dict:
-    """All that is printed, unrounded. Times are ms, rates GB/s and TFLOP/s, shares fractions; what does not apply is null."""
+    """All that is printed, unrounded. Times are in ms, rates in GB/s and TFLOP/s, shares are fractions; what does not apply is null."""
     run, o, step_ms = profile.run, profile.run.plan.options, profile.step.ms
 
     def figures(row):
@@ -644,7 +645,7 @@ def as_json(profile: Profile) -> dict:
 
 
 def draw(profile: Profile):
-    """The figure: a bar for each row from top to bottom as the step goes, its darker part what the limit would need."""
+    """The figure: a bar for each row, from top to bottom in the order of the step; its darker part is what the limit would need."""
     from matplotlib.patches import Patch
 
     rows = profile.rows
@@ -660,7 +661,7 @@ def draw(profile: Profile):
         axes.barh(place, min(row.floor_ms, row.ms), height=0.8, color=dark)
         limit = "" if row.of_limit is None else f", {row.of_limit:.0%} of the limit"
         numbers = f"{row.ms:.{3 if longest < 10 else 1}f} ms{limit}"
-        background = dict(facecolor="white", edgecolor="none", pad=0.8)  # over the lines of the grid
+        background = dict(facecolor="white", edgecolor="none", pad=0.8)  # hides the lines of the grid behind the text
         axes.text(row.ms + 0.012 * longest, place, numbers, va="center", fontsize=7.5, bbox=background)
     axes.set_yticks(places, [row.name for row in rows], fontsize=7.5)
     axes.tick_params(axis="y", length=0)

@@ -4,18 +4,18 @@ from pathlib import Path
 
 from llmc.errors import UserError
 
-# tests are full of odd strings, encodings of tables of code points
+# tests are full of odd strings, and the encodings of tables of code points
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 
 
 def is_wanted(relative: Path) -> bool:
-    """Not in a folder that is left out, and not written by the build of this Python (config-*, _sysconfigdata*)."""
+    """Whether a file is neither in a folder that is left out nor written by the build of this Python (config-*, _sysconfigdata*)."""
     machine_made = relative.name.startswith("_sysconfigdata") or relative.parts[0].startswith("config-")
     return LEFT_OUT.isdisjoint(relative.parts[:-1]) and not machine_made
 
 
 def source_files(folder: Path) -> list[Path]:
-    """The corpus's files, sorted by their path in the folder, the same way on every system."""
+    """The corpus's files, sorted by their path in the folder, in the same order on every system. Raises UserError if there are none."""
     relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
     found = [folder / path for path in sorted(filter(is_wanted, relative), key=Path.as_posix) if (folder / path).stat().st_size]
     if not found:

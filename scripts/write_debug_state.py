@@ -1,4 +1,4 @@
-"""llm.c's debug state of a model: what its C tests (test_gpt2, test_gpt2cu) compare themselves with.
+"""Write llm.c's debug state of a model: what its C tests (test_gpt2, test_gpt2cu) compare their results with.
 
     python scripts/write_debug_state.py gpt2_124M.bin dev/data/tinyshakespeare/tiny_shakespeare_val.bin gpt2_124M_debug_state.bin
 
@@ -25,7 +25,7 @@ from llmc.memory.plan import Plan
 
 
 def load_fp32_model(path, B: int, T: int) -> GPT2:
-    """The model at `path`, planned for this batch, on the CPU. Raises UserError for a damaged file, a bf16 one, or a T beyond its own."""
+    """The model at `path`, planned for this batch, on the CPU. Raises UserError for a damaged or bf16 file, or a T beyond its positions."""
     config, precision = read_model_header(path)
     if precision != "fp32":
         raise UserError(
@@ -39,7 +39,7 @@ def load_fp32_model(path, B: int, T: int) -> GPT2:
 
 
 def first_batch(path, B: int, T: int, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (B, T) int64 from the start of a shard. Raises UserError when it is too short or of another vocabulary."""
+    """Inputs and targets (B, T) int64 from the start of a shard. Raises UserError if it is too short or of another vocabulary."""
     shard = open_shard(path)
     if shard.num_tokens < B * T + 1:
         raise UserError(
@@ -60,7 +60,7 @@ def run_step(model: GPT2, inputs: np.ndarray, targets: np.ndarray) -> tuple[np.n
     """(logits (B, T, V) fp32, mean loss, gradients by name) of one step."""
     model.forward(inputs)
     lnf, wte = model.acts["lnf"], model.params["wte"]
-    # all rows at once, outside the plan: training never has them together, but the file does
+    # all rows at once, outside the plan: training never holds them all, but the file does
     logits = torch.empty(*lnf.shape[:2], len(wte))
     matmul_forward(logits, lnf, wte)
     model.backward(targets)

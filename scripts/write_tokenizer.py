@@ -2,7 +2,7 @@
 
     python scripts/write_tokenizer.py gpt2_tokenizer.bin
 
-Needs the network the first time: tiktoken downloads the vocabulary and keeps it.
+Needs the network the first time, when tiktoken downloads the vocabulary; it is cached after that.
 """
 
 import argparse

@@ -14,8 +14,8 @@ def write_debug_state(path, inputs, targets, logits, loss: float, gradients: dic
     inputs, targets  (B, T) int
     logits           (B, T, V) fp32, of the real vocabulary only
     loss             mean over B*T
-    gradients        the 16 tensors by name, any order, as fp32 arrays of parameter_shapes (wte with its padded rows)
-    Raises UserError where the disk is full or denies.
+    gradients        the 16 tensors by name, in any order, as fp32 arrays of parameter_shapes (wte with its padded rows)
+    Raises UserError where the disk is full or denies the write.
     """
     B, T = inputs.shape
     assert targets.shape == (B, T) and logits.shape[:2] == (B, T) and logits.dtype == np.float32

@@ -23,9 +23,9 @@ def parameter_bytes(config: ModelConfig, precision: str) -> int:
 def write_model(path, config: ModelConfig, precision: str, pieces) -> None:
     """Write a model file, whole or not at all.
 
-    precision  "fp32" | "bf16": of every tensor, the layernorms' too
+    precision  "fp32" | "bf16", of every tensor, including those of the layernorms
     pieces     iterable of uint8 arrays, C-contiguous: the parameters in table order, cut anywhere
-    Raises UserError where the disk is full or denies; AssertionError when the pieces do not add up to the model.
+    Raises UserError where the disk is full or denies the write; AssertionError when the pieces do not add up to the model.
     """
     header = new_header(
         MODEL_MAGIC, VERSIONS[precision], config.max_seq_len, config.vocab_size,
@@ -36,7 +36,7 @@ def write_model(path, config: ModelConfig, precision: str, pieces) -> None:
 
 
 def whole(pieces, expected: int):
-    """Pass uint8 pieces on, asserting at the end that they came to `expected` bytes, while the file is still a temporary one."""
+    """Pass on uint8 pieces, asserting at the end that they add up to `expected` bytes, while the file is still a temporary one."""
     total = 0
     for piece in pieces:
         assert piece.dtype == np.uint8, f"pieces are bytes, not {piece.dtype}"

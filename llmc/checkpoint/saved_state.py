@@ -1,8 +1,8 @@
 """A checkpoint's training state as one whole, however many ranks wrote it and whether each kept all of it or a share.
 
-With ZeRO a rank's file holds, tensor after tensor in file order and within a tensor layer after layer, its 1/num_processes
-slice of each layer's elements; a tensor without layers is one layer. Every other run's files hold everything. Whoever reads
-asks for elements in the order of a whole file and need not know. Source: llm.c train_gpt2.cu, gpt2_get_tensor_at_layer.
+With ZeRO a rank's file holds its 1/num_processes slice of each layer's elements, tensor after tensor in file order and, within a
+tensor, layer after layer; a tensor without layers counts as one layer. Without ZeRO each file holds everything. Readers ask for
+elements in the order of a whole file and need not know which it is. Source: llm.c train_gpt2.cu, gpt2_get_tensor_at_layer.
 """
 
 import os
@@ -22,12 +22,12 @@ from llmc.memory.tables import num_parameters
 
 
 class SavedState:
-    """All state files of the checkpoint of `step` in `folder`, of a model of `config`.
+    """All state files of the checkpoint of `step` in `folder`, for a model of `config`.
 
     num_processes       ranks that wrote it
     sharded             whether each rank's file holds only its share of m, v and master
-    use_master_weights  whether there is a master
-    Opening reads headers and loader sections. Raises UserError, naming the file, unless all are whole and of one run.
+    use_master_weights  whether they hold a master
+    Opening reads headers and loader sections. Raises UserError, naming the file, unless all files are whole and of one run.
     """
 
     def __init__(self, folder, step: int, config: ModelConfig):
@@ -36,7 +36,7 @@ class SavedState:
         self.num_processes, self.use_master_weights = int(first[2]), bool(first[4])
         self._layers = layers(config)
         whole = num_parameters(config)
-        held = (whole, whole // self.num_processes)  # in a whole file, in a shard
+        held = (whole, whole // self.num_processes)  # elements in a whole file, in a shard
         self._states: list[TrainingState] = []
         for rank in range(self.num_processes):
             path, header = state_path(folder, step, rank), self._checked_header(rank)
@@ -47,7 +47,7 @@ class SavedState:
             self._agree(path, "parameters in it", held[sharded], held[self.sharded])
             self._states.append(state)
         self._file_parameters = held[self.sharded]
-        self._numbers: Numbers | None = None  # of the file that was read last
+        self._numbers: Numbers | None = None  # those of the file that was read last
 
     def _checked_header(self, rank: int) -> np.ndarray:
         path = state_path(self.folder, self.step, rank)
@@ -67,7 +67,7 @@ class SavedState:
             )
 
     def rank(self, rank: int) -> TrainingState:
-        """What that rank must remember, its loader's place included."""
+        """That rank's TrainingState, its loader's place included."""
         return self._states[rank]
 
     def extra(self, rank: int) -> dict:
@@ -77,7 +77,7 @@ class SavedState:
     def read(self, name: str, at: int, n: int) -> np.ndarray:
         """Elements at..at+n of m, v or master, in the order of a whole file; float32 (n,), in memory of its own.
 
-        Files are read, not mapped: the pages of a map count as the process's own memory once touched.
+        Files are read, not mapped: a map's pages count as the process's own memory once they are touched.
         """
         assert name in tensor_names(self.use_master_weights) and 0 <= at and 0 <= n and at + n <= self._layers[-1][1]
         if not self.sharded:
@@ -90,7 +90,7 @@ class SavedState:
         return out
 
     def _find(self, at: int, most: int) -> tuple[int, int, int]:
-        """Whose file has element `at` of the whole, at which element, and how many from there on are neighbours in both."""
+        """The rank whose file has element `at` of the whole, its place there, and how many elements from it on are consecutive in both."""
         start, end = self._layers[np.searchsorted(self._layers[:, 1], at, side="right")].tolist()
         share = (end - start) // self.num_processes
         rank, inside = divmod(at - start, share)
@@ -104,14 +104,15 @@ class SavedState:
 
 
 def layers(config: ModelConfig) -> np.ndarray:
-    """(n, 2) int64: first element and end of each layer of each tensor, in file order; what ZeRO cuts into equal shares."""
+    """(n, 2) int64: first element and end of each layer of each tensor, in file order: the units that ZeRO cuts into equal shares."""
     return np.array([(t.layer(l).start, t.layer(l).stop) for t in flat_layout(config) for l in range(t.layers)], np.int64)
 
 
 def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray) -> tuple[TrainingState, bool]:
-    """The facts of a state file whose header is good, and whether its length is that of a shard rather than of the whole.
+    """The TrainingState in a state file whose header is good, and whether its length is that of a shard rather than of the whole.
 
-    whole  the model's parameters. Raises UserError for a file that is neither.
+    whole  number of the model's parameters
+    Raises UserError for a file that is neither.
     """
     if num_processes == 1 or ((layers[:, 1] - layers[:, 0]) % num_processes).any():
         return read_facts(path, whole), False

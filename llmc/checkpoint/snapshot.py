@@ -1,4 +1,4 @@
-"""A whole checkpoint, written and read back: the model, the training state, and what a resumed run needs to be the same run."""
+"""A whole checkpoint, written and read back: the model, the training state, and what else a resumed run needs to be the same run."""
 
 from functools import partial
 
@@ -17,13 +17,13 @@ from llmc.memory.tables import num_parameters
 
 
 def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights):
-    """Give the writer what is to be written of `step`. All ranks call it; rank 0 writes the model, each its own state.
+    """Give the writer the checkpoint of `step`. All ranks call this; rank 0 writes the model, and each rank its own state.
 
-    With tensor parallelism files are of whole models: the first part writes what a rank without it would.
+    With tensor parallelism the files are those of a whole model: the first part writes what a rank without it would.
 
-    Afterwards the model may train on. extra is a plain dict of its own (see write_extra). With master_weights an fp32 model, whose weights
-    are their own master, writes them in the master's place too. Raises UserError where the disk is full or denies; the checkpoints before
-    stay as they were.
+    Once this returns the model may train on. extra is a plain dict of its own (see write_extra). With master_weights an fp32 model, whose
+    weights are their own master, writes them in the master's place too. Raises UserError where the disk is full or denies the write;
+    earlier checkpoints stay as they were.
     """
     sharing = model.sharing
     print(f"Writing checkpoint at step {step}")
@@ -36,14 +36,14 @@ def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights
 
 
 def await_all(writer, sharing):
-    """Wait until all ranks have written theirs. Raises UserError where this one could not."""
+    """Wait until all ranks have written their files. Raises UserError if this one could not."""
     writer.wait()
     sharing.settle()
     sharing.barrier()
 
 
 def end_snapshot(writer, folder, model) -> int:
-    """All ranks have written theirs: the checkpoint counts, from now on. Its step."""
+    """Mark the checkpoint complete, as all ranks have written their files: it counts from now on. Returns its step."""
     step, writer.step = writer.step, None
     if is_first(model):
         mark_done(folder, step)
@@ -51,10 +51,10 @@ def end_snapshot(writer, folder, model) -> int:
 
 
 def contents(folder, step, model, loader, extra, master_weights):
-    """(write, tensors) of what this rank has to write, in order: write(pieces of bytes) is to be called with what `tensors` gives.
+    """Yields (write, tensors) for what this rank has to write, in order. write(pieces) is to be called with the bytes of `tensors`.
 
-    tensors gives flat tensors on the model's device, which the next one may overwrite; all else is in `write`, as it is now. All ranks
-    must take all of them, each when it comes, as they gather weights from one another.
+    tensors yields flat tensors on the model's device, each of which the next may overwrite; `write` holds all else, as it is now. All ranks
+    must take all of them, one by one as they come, because the ranks gather weights from one another.
     """
     sharing, options = model.sharing, model.plan.options
     weights = whole_tensors(model, "parameters") if model.parts.size > 1 else sharing.whole_weights()
@@ -63,7 +63,7 @@ def contents(folder, step, model, loader, extra, master_weights):
         path = model_path(folder, step)
         print(f"Writing model to {path}", flush=True)
         yield partial(write_model, path, options.config, options.precision), weights
-    for _ in weights:  # other ranks give their shares of each
+    for _ in weights:  # the other ranks give their shares of each piece
         pass
     state = TrainingState(
         step=step, num_processes=sharing.size, rank=sharing.rank, use_master_weights=master_weights,
@@ -75,17 +75,17 @@ def contents(folder, step, model, loader, extra, master_weights):
         print(f"Writing state to {path}", flush=True)
 
         def write(pieces):
-            model_file = {"model": fingerprint(model_path(folder, step))} if is_first(model) else {}  # it was written just before
+            model_file = {"model": fingerprint(model_path(folder, step))} if is_first(model) else {}  # that file was written just before
             write_extra(extra_path(folder, step, sharing.rank), extra | model_file)
             write_state(path, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
 
         yield write, tensors
-    for _ in tensors:  # other parts give theirs
+    for _ in tensors:  # the other parts give theirs
         pass
 
 
 def write_moving(write, sharing, pieces):
-    """write(pieces), saying with each that this goes on: a slow disk may need long, while the other ranks wait."""
+    """Call write(pieces), saying with each piece that it goes on: a slow disk may take long, while the other ranks wait."""
 
     def moving():
         for piece in pieces:
@@ -96,12 +96,12 @@ def write_moving(write, sharing, pieces):
 
 
 def is_first(model) -> bool:
-    """Whether this is the first of all ranks."""
+    """Whether this rank is the first of all."""
     return model.sharing.rank == model.parts.rank == 0
 
 
 def rotate(folder, step, *, every, keep, major_every):
-    """Delete the checkpoint that the one of `step` replaces, or what a crash left of it, if -nk says so. Only rank 0 does."""
+    """Delete the checkpoint that the one of `step` replaces, or what a crash left of it, if -nk says so. Only rank 0 calls this."""
     old = step_to_delete(step, every, keep, major_every)
     if old is not None and files_of(folder, old):
         print(f"Deleting checkpoint at step {old}")
@@ -117,11 +117,11 @@ def load_weights(path, model):
 
 
 def load_snapshot(folder, step, model, saved, *, master_weights):
-    """Take over weights, m, v, master and the generator of the checkpoint of `step`, which `saved` has open, whoever wrote it.
+    """Load weights, m, v, master and the generator from the checkpoint of `step`, which `saved` has open, whichever ranks wrote it.
 
-    Files hold fp32; what this run keeps in fewer bits is rounded to them, to nearest, and exact where they came from as few.
-    Without a saved master one starts from the weights. Raises UserError for damaged files, and for a model file that is not the one
-    written with the state.
+    The state files hold fp32. m and v that this run keeps in fewer bits are rounded to nearest, which is exact where they were as short
+    when written. Without a saved master, this run's starts from the weights. Raises UserError for damaged files, and for a model file
+    that is not the one written with the state.
     """
     check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))
     state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
@@ -140,7 +140,7 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
 
 
 def check_model_file(path, written, source):
-    """Raise UserError where this is not the model file whose fingerprint was written in `source`; None, as of llm.c's, is any."""
+    """Raise UserError unless this is the model file with the fingerprint `written` in `source`; None, as in llm.c's, allows any file."""
     if written is not None and fingerprint(path) != written:
         raise UserError(
             f"{path} is not the file that was written with the training state beside it, by what {source.name} says; put that one back, "
@@ -149,7 +149,7 @@ def check_model_file(path, written, source):
 
 
 def state_pieces(model, name):
-    """The fp32 bytes of m, v or the master, whatever form this run keeps them in: of all, or of this rank's share."""
+    """The fp32 bytes of m, v or the master, whatever form this run keeps it in: all of it, or this rank's share."""
     if model.parts.size > 1:
         ranks = model.plan.options.ranks_of("m")
         tensors = shares(whole_tensors(model, name), model.layout, ranks, model.sharing.rank % ranks)
@@ -161,9 +161,9 @@ def state_pieces(model, name):
 
 
 def pieces(flat: torch.Tensor, room=None):
-    """The bytes of a flat tensor as uint8 tensors, a piece at a time, on whatever device it is.
+    """The bytes of a flat tensor as uint8 tensors, a piece at a time, on the tensor's own device.
 
-    room  fp32 working room through which a bf16 tensor is widened; then each piece is overwritten by the next
+    room  fp32 scratch in which a bf16 tensor is widened; each piece is then overwritten by the next
     """
     for part in flat.split(PIECE_BYTES // flat.element_size() if room is None else len(room)):
         part = part if room is None else room[: len(part)].copy_(part)
@@ -171,9 +171,9 @@ def pieces(flat: torch.Tensor, room=None):
 
 
 def fill(flat: torch.Tensor, layout, read, moved=lambda: None):
-    """Copy what read(at, n) gives, n elements from `at` on of a whole, into a flat arena of that layout, a piece at a time.
+    """Fill a flat arena of that layout, a piece at a time, with what read(at, n) gives: n elements of a whole file from `at` on.
 
-    moved  called with each piece
+    moved  called before each piece
     """
     size = PIECE_BYTES // flat.element_size()
     for begin, whole_begin, n in runs(layout):
@@ -185,10 +185,10 @@ def fill(flat: torch.Tensor, layout, read, moved=lambda: None):
 
 
 def read_arena(layout, read, at, n):
-    """Elements at..at+n of an arena of that layout, (n,) float32; read(at, n) gives those of a whole."""
-    out, end = np.zeros(n, np.float32), at + n  # of padding a file has nothing
+    """Elements at..at+n of an arena of that layout, (n,) float32; read(at, n) gives elements of a whole file."""
+    out, end = np.zeros(n, np.float32), at + n  # zeros: a file has nothing for padding
     for t in layout:
-        # of the layers with something of it alone: a part can be very many runs
+        # only the layers that have some of it: a part can be very many runs
         first_layer, last_layer = ((place - t.start) // t.elements for place in (max(at, t.start), end - 1))
         for l in range(first_layer, min(last_layer + 1, t.layers)):
             for begin, whole_begin, count in t.runs_of(l):

@@ -1,7 +1,7 @@
 """The training state beside a model: optimizer moments, generators, the loader's place. Source: llm.c train_gpt2.cu.
 
-Every rank writes its own, with tensor parallelism the first of a group for all: state_STEP_RANK.bin, byte for byte llm.c's, and
-extra_STEP_RANK.json for what llm.c's header has no room for.
+Every rank writes its own; with tensor parallelism the first of a group writes for all. The files are state_STEP_RANK.bin, byte for byte
+llm.c's, and extra_STEP_RANK.json for what llm.c's header has no room for.
 """
 
 import json
@@ -30,8 +30,8 @@ class TrainingState:
     num_processes: int
     rank: int
     use_master_weights: bool
-    rng_state: int  # uint64, xorshift*, of the stochastic rounding
-    rng_state_last_update: int  # uint64, before the last update: re-rounds the weights from the master identically
+    rng_state: int  # uint64, of the xorshift* generator for stochastic rounding
+    rng_state_last_update: int  # uint64, from before the last update: re-rounds the weights from the master identically
     loader: LoaderState
 
 
@@ -43,9 +43,9 @@ def tensor_names(use_master_weights: bool) -> tuple[str, ...]:
 def write_state(path, state: TrainingState, tensors, num_parameters: int) -> None:
     """Write a state file, whole or not at all.
 
-    tensors         iterable of uint8 arrays, C-contiguous: the bytes of fp32 m, v and, with master weights, master
+    tensors         iterable of uint8 arrays, C-contiguous: the bytes of m, v and, with master weights, master, in fp32
     num_parameters  elements of each: this rank's shard
-    Raises UserError where the disk is full or denies; AssertionError when the bytes do not add up.
+    Raises UserError where the disk is full or denies the write; AssertionError when the bytes do not add up.
     """
     loader = state.loader
     header = new_header(STATE_MAGIC, STATE_VERSION, state.num_processes, state.rank, state.use_master_weights, loader.should_shuffle)
@@ -102,14 +102,14 @@ def read_state_header(path, rank: int | None = None) -> np.ndarray:
 
 
 def tensor_offset(name: str, num_parameters: int) -> int:
-    """Where m, v or the master begins in a state file of so many elements each, in bytes."""
+    """The byte at which m, v or the master begins in a state file with num_parameters elements of each."""
     return HEADER_BYTES + 4 * num_parameters * tensor_names(True).index(name)
 
 
 def read_facts(path, num_parameters: int, rank: int | None = None) -> TrainingState:
-    """All of a state file but its tensors, whose length is checked.
+    """All of a state file except its tensors, of which only the length is checked.
 
-    num_parameters  elements of each tensor, which the file's length must agree with to the byte
+    num_parameters  elements of each tensor, with which the file's length must agree to the byte
     rank            whose file this should be, where known
     Raises UserError for a missing, damaged or foreign file.
     """
@@ -130,7 +130,8 @@ def read_facts(path, num_parameters: int, rank: int | None = None) -> TrainingSt
 def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderState:
     """The loader's state: its place from the header, its order from the section at `offset`, which must end the file.
 
-    tensors  what precedes the section, for the error sentence. Raises UserError unless the file ends where the section does.
+    tensors  what precedes the section, for the error sentence
+    Raises UserError unless the file ends where the section does.
     """
     place = {"current_shard_idx": get_uint64(header, SHARD_IDX), "current_sample_idx": get_uint64(header, SAMPLE_IDX)}
     if not header[5]:
@@ -153,7 +154,7 @@ def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderSt
 
 
 def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
-    """A uint64 count and that many int32 from `file`, and `end`, the length the file needs at least, moved by them.
+    """Read a uint64 count and that many int32. Returns these, and `end`, the least length the file must have, increased by their bytes.
 
     Raises UserError when the file is shorter than that.
     """
@@ -170,7 +171,7 @@ FLOAT = "float:"  # "float:0x1.8p+0": json's own floats have no nan, and hex is 
 def write_extra(path, values: dict) -> None:
     """Write plain values (dict, list, str, int, bool, None, float) as JSON, whole or not at all; floats exactly, nan and inf too.
 
-    Raises UserError where the disk is full or denies; AssertionError or TypeError for values that would not come back equal.
+    Raises UserError where the disk is full or denies the write; AssertionError or TypeError for values that would not come back equal.
     """
     write_atomically(path, [json.dumps(encode(values), indent=1, allow_nan=False).encode()], doing="writing the state")
 
@@ -190,7 +191,7 @@ def read_extra(path) -> dict:
 
 
 def damaged_extra(path, reason) -> UserError:
-    """The error of every way a companion file can be wrong."""
+    """The error for an extra file that is wrong in any way."""
     return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file, so resume from another checkpoint")
 
 
@@ -208,7 +209,7 @@ def encode(value):
 
 
 def decode(value):
-    """encode, backwards; tuples stay lists."""
+    """The inverse of encode; tuples stay lists."""
     if isinstance(value, dict):
         return {key: decode(v) for key, v in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """One folder of checkpoints: names, completeness, rotation. Source: llm.c train_gpt2.cu write_checkpoint, utils.h find_max_step.
 
-A checkpoint is complete when its empty DONE file exists. DONE is written last and removed first, so at no instant does one
+A checkpoint is complete when its empty DONE file exists. DONE is written last and removed first, so at no instant does it
 stand over missing files.
 """
 
@@ -52,7 +52,7 @@ def find_last_step(folder) -> int | None:
 
 
 def highest_step(folder) -> int | None:
-    """The highest step with a DONE file, whatever else there is of it; None as find_last_step."""
+    """The highest step with a DONE file, whatever else there is of that checkpoint; None as in find_last_step."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -73,27 +73,27 @@ def require(path: Path, folder, step: int) -> None:
 
 
 def mark_done(folder, step: int) -> None:
-    """Mark a checkpoint complete; rank 0 calls this last, after every rank has written. Raises UserError where the disk denies."""
+    """Mark a checkpoint complete; rank 0 calls this last, after every rank has written. Raises UserError where the disk denies it."""
     write_atomically(done_path(folder, step), [], doing="marking the checkpoint complete")
 
 
 def unmark(folder, step: int) -> None:
-    """Remove a checkpoint's DONE, on the disk before anything else changes there. Raises UserError where the disk denies."""
+    """Remove a checkpoint's DONE, and sync that before any other of its files changes. Raises UserError where the disk denies it."""
     try:
         done_path(folder, step).unlink(missing_ok=True)
-        sync_folder(folder)  # the disk may reorder removals otherwise
+        sync_folder(folder)  # otherwise the disk may reorder removals
     except OSError as error:
         raise file_error(error, folder, f"deleting the checkpoint of step {step}") from error
 
 
 def files_of(folder, step: int) -> list[Path]:
-    """The model, state and extra files there are of a checkpoint, of however many ranks."""
+    """The model, state and extra files that exist of a checkpoint, for any number of ranks."""
     names = re.compile(rf"model_{step:08d}\.bin|(state|extra)_{step:08d}_\d{{5,}}\.(bin|json)")
     return sorted(path for path in Path(folder).iterdir() if names.fullmatch(path.name))
 
 
 def delete(folder, step: int) -> None:
-    """Remove a checkpoint, DONE first; what is already gone is no error. Only rank 0 does. Raises UserError where the disk denies."""
+    """Remove a checkpoint, DONE first; a missing file is no error. Only rank 0 calls this. Raises UserError where the disk denies it."""
     unmark(folder, step)
     try:
         for path in files_of(folder, step):
@@ -105,9 +105,9 @@ def delete(folder, step: int) -> None:
 def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | None:
     """Which checkpoint to delete after writing the one of `step`; None for none.
 
-    every        -n, steps from one checkpoint to the next
+    every        -n, steps between checkpoints
     keep         -nk, how many to keep, 0 = all
-    major_every  -nm, multiples of this step are never deleted, 0 = none such
+    major_every  -nm, checkpoints at multiples of this step are never deleted, 0 = no exceptions
     """
     old = step - keep * every
     if keep <= 0 or old <= 0 or (major_every > 0 and old % major_every == 0):
@@ -125,11 +125,11 @@ LOCK_NAME = ".llmc_run.lock"
 
 @contextmanager
 def held_folder(folder):
-    """Create the folder, prove that it can be written, and remove the temporary files of a crashed run. No other run gets it meanwhile, as
-    two would write the same files. Where nothing was written it is removed again.
+    """Create the folder, prove that it can be written, and remove the temporary files of a crashed run. No other run can hold it
+    meanwhile, as two would write the same files. Folders that were created here are removed again if they stay empty.
 
-    Rank 0 holds it, from before it looks for a checkpoint there until all ranks have ended, or until it is killed. Raises UserError when
-    the folder is held by another run, or cannot be made or written.
+    Rank 0 holds the folder, from before it looks for a checkpoint there until all ranks have ended, or until it is killed. Raises UserError
+    when the folder is held by another run, or cannot be created or written.
     """
     folder = Path(folder)
     if os.path.lexists(folder) and not os.path.isdir(folder):  # unlike Path's, these never raise OSError
@@ -142,7 +142,7 @@ def held_folder(folder):
     try:
         with _refusals_told(folder):
             with tempfile.NamedTemporaryFile(dir=folder, prefix="writable_", suffix=".tmp") as file:
-                file.write(bytes(1))  # a full disk still makes empty files
+                file.write(bytes(1))  # on a full disk an empty file can still be created
                 file.flush()
             for name in os.listdir(folder):
                 if TEMPORARY.fullmatch(name):
@@ -166,9 +166,9 @@ def _refusals_told(folder: Path):
 
 
 def _lock(path: Path):
-    """The open file, which nobody else has locked. The system lets go of it however a process ends; then the file may stay and means
-    nothing. Raises UserError where another process has it."""
-    import fcntl  # Linux's: --plan and --help do without
+    """Open and lock the file, and return it. The system releases the lock however the process ends; a file that then stays behind means
+    nothing. Raises UserError where another process holds the lock."""
+    import fcntl  # Linux alone has it; --plan and --help need it nowhere
 
     while True:
         lock = open(path, "a+")
@@ -179,13 +179,13 @@ def _lock(path: Path):
             owner = lock.read().strip() or "another run"
             lock.close()
             raise UserError(f"{path.parent} is being written by {owner}; wait for its end, stop it, or choose another -o") from None
-        except OSError as error:  # of some network's file systems
+        except OSError as error:  # on some network file systems
             print(f"note: {path.parent} cannot be locked ({error.strerror}), so nothing would stop a second run in it; do not start one")
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
                 break
-        lock.close()  # who held it has just removed it
+        lock.close()  # its last holder has just removed the file
     lock.truncate(0)
-    with suppress(OSError):  # a full disk, which is told in a moment
+    with suppress(OSError):  # a full disk, which is reported in a moment
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock

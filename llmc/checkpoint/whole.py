@@ -1,7 +1,7 @@
-"""What the ranks of a model that is split by tensor parallelism hold, as the file of a whole model has it.
+"""The tensors of a model that is split by tensor parallelism, as the file of a whole model has them.
 
-Every rank goes through all of it, tensor after tensor in file order, and each piece is the same on all of them. Shares that follow each
-other in the file are sent one by one; of a tensor whose columns, or blocks, are split, a layer is put together in working room.
+Every rank goes through all of them, tensor after tensor in file order, and gets the same pieces. Shares that follow one another in the
+file are sent one by one. Where a tensor's columns, or blocks, are split, each of its layers is put together in scratch memory.
 """
 
 import torch
@@ -14,7 +14,7 @@ from llmc.memory.tuning import ROUNDING_BLOCK
 def whole_tensors(model, name):
     """Yields flat tensors: a whole model's parameters, m, v or master, in file order; the master in fp32, the others in their own type.
 
-    Each is overwritten by the next. All ranks must take all of them. Scratch: whole_tensor and part_tensor, as the plan has them.
+    Each is overwritten by the next. All ranks must take all of them. Scratch: whole_tensor and part_tensor, sized by the plan.
     """
     pieces = Pieces(model, name)
     for t in pieces.layout:
@@ -25,7 +25,7 @@ def whole_tensors(model, name):
 
 
 class Pieces:
-    """What whole_tensors yields of a layer l of a FlatTensor t."""
+    """Produces what whole_tensors yields, for each layer l of each FlatTensor t."""
 
     def __init__(self, model, name):
         o, self.model, self.name, self.sharing = model.plan.options, model, name, model.sharing
@@ -34,13 +34,13 @@ class Pieces:
         dtype = torch.float32 if name == "master" else self.flat[name].dtype
         self.part_room, self.whole_room = (model.acts[room].view(-1).view(dtype) for room in ("part_tensor", "whole_tensor"))
         self.at_once = len(self.part_room)
-        if o.rounds:  # of noise there are whole blocks, and the first element may be the last of one
+        if o.rounds:  # noise comes in whole blocks, and a piece may begin at the last element of one
             self.at_once = min(self.at_once, len(model.acts["noise"]) - ROUNDING_BLOCK + 1)
         self.seeds = {t.name: state.seed for t, state in zip(model.layout, model.last_tensor_states())}
         self.layout = flat_layout(model.config, self.ranks, self.sharing.rank % self.ranks, o.tensor_parallel, model.parts.rank)
 
     def one_by_one(self, t, l):
-        """Shares that follow each other in the file, each from the rank that has it."""
+        """Shares that follow one another in the file, each sent by the rank that has it."""
         for part in range(1 if t.parameter.split is None else t.parts):
             for rank in range(self.ranks):
                 source = rank * t.parts + part
@@ -52,7 +52,7 @@ class Pieces:
                     yield room
 
     def put_together(self, t, l):
-        """A layer whose columns, or blocks, are split: gathered, then taken in the order of the file."""
+        """A layer whose columns, or blocks, are split: gathered whole, then yielded in file order."""
         part, whole = self.part_room[: t.whole_elements], self.whole_room[: t.whole_elements * t.parts]
         for at, n in self._places(t):
             part[t.first + at : t.first + at + n].copy_(self._read(t, l, at, n))
@@ -76,11 +76,11 @@ class Pieces:
             yield room
 
     def _places(self, t):
-        """(begin, elements) of what is read at once of a layer's share."""
+        """(begin, elements) of each piece of a layer's share that is read at once."""
         return [(at, min(self.at_once, t.elements - at)) for at in range(0, t.elements, self.at_once)]
 
     def _read(self, t, l, at, n):
-        """Elements at..at+n of what this rank has of a layer."""
+        """Elements at..at+n of this rank's share of layer l."""
         if self.name != "master":
             return self.flat[self.name][t.layer(l)][at : at + n]
         if "master_bits" not in self.flat:
@@ -90,7 +90,7 @@ class Pieces:
 
 
 def shares(tensors, layout, ranks, rank):
-    """Of pieces of a whole, those of one of `ranks` that have a share of each layer; `layout` says how long layers are."""
+    """From the pieces of a whole, yields those of `rank`, one of `ranks` with equal shares of each layer; `layout` gives layer lengths."""
     lengths = [t.file_elements for t in layout for _ in range(t.layers)]
     tensors, left, piece = iter(tensors), 0, None
     for length in lengths:

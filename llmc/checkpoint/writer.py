@@ -1,7 +1,7 @@
-"""When a checkpoint is written: while the run waits, or beside it from a copy.
+"""Two ways to write a checkpoint: while the run waits, or beside it from a copy.
 
-Either is given parts, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of what they are.
-Only one checkpoint is on its way at a time. What follows once every rank has written is not a writer's business.
+Either writer is given parts, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of their meaning.
+Only one checkpoint is on its way at a time. What happens once every rank has written is not a writer's business.
 """
 
 from threading import Thread
@@ -10,14 +10,14 @@ import torch
 
 from llmc.memory.arena import allocate_host
 
-PIECE_BYTES = 1 << 20  # what is copied from a device, to it, or given to a file, at a time
+PIECE_BYTES = 1 << 20  # copied from a device, to it, or given to a file, at a time
 
 
 class WriteAtOnce:
-    """Writes what it is given before it returns.
+    """Writes what it is given before begin() returns.
 
-    step     of the checkpoint that was begun and has not been ended; None for none
-    begun    how many there were
+    step     step of the checkpoint that was begun and has not been ended; None if there is none
+    begun    how many checkpoints were begun
     written  how many of them this rank has wholly written
     """
 
@@ -25,7 +25,7 @@ class WriteAtOnce:
         self.step, self.begun, self.written = None, 0, 0
 
     def begin(self, step, parts):
-        """Write the checkpoint of `step`. Raises UserError where the disk is full or denies."""
+        """Write the checkpoint of `step`. Raises UserError where the disk is full or denies the write."""
         assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
         for write, tensors in parts:
             write(piece.cpu().numpy() for piece in tensors)
@@ -37,16 +37,16 @@ class WriteAtOnce:
         return False
 
     def check(self):
-        """Raise what went wrong since this was last asked."""
+        """Raise what went wrong since the last check()."""
 
     def wait(self):
         """Wait until this rank has written what was begun, and raise what went wrong with it."""
 
 
 class WriteBeside(WriteAtOnce):
-    """Copies what it is given into host memory, which it allocates once, as planned; a thread writes from there while training goes on.
+    """Copies what it is given into host memory, which it allocates once, as planned; a thread writes that copy while training goes on.
 
-    The thread does nothing but write files. What goes wrong there is raised here, when somebody asks.
+    The thread does nothing but write files. What goes wrong there is raised by check() or wait().
     """
 
     def __init__(self, plan):
@@ -56,7 +56,7 @@ class WriteBeside(WriteAtOnce):
         self._thread, self._error = None, None
 
     def begin(self, step, parts):
-        """Copy the checkpoint of `step`, and begin to write it."""
+        """Copy the checkpoint of `step` and begin to write it."""
         assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
         filled, copied = 0, []
         for write, tensors in parts:
@@ -68,7 +68,7 @@ class WriteBeside(WriteAtOnce):
         assert filled == len(self._copy), f"{len(self._copy)} bytes are planned and {filled} were copied"
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        thread = Thread(target=self._write, args=(copied,), name="checkpoint")  # no daemon: Python waits for it
+        thread = Thread(target=self._write, args=(copied,), name="checkpoint")  # not a daemon: Python waits for it before it ends
         thread.start()
         self._thread, self.step, self.begun = thread, step, self.begun + 1
 
@@ -77,7 +77,7 @@ class WriteBeside(WriteAtOnce):
             for write, copy in copied:
                 write(copy[at : at + PIECE_BYTES] for at in range(0, len(copy), PIECE_BYTES))
             self.written += 1
-        except BaseException as error:  # told to the main thread, which can end the run
+        except BaseException as error:  # handed to the main thread, which can end the run
             self._error = error
 
     @property

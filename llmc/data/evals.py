@@ -1,8 +1,8 @@
 """Multiple-choice evaluation in llm.c's format (HellaSwag, MMLU): which of the completions does the model find likeliest?
 
-The file is 256 int32 (20240522, 1, number of examples, bytes of the longest), then a stream of uint16. Each example: 65535,
-its bytes (these words included), its index, the label, the number of completions, and then the context and each completion, every
-one as its length and its tokens.
+The file is 256 int32 (20240522, 1, number of examples, bytes of the longest), then a stream of uint16. Each example is 65535,
+its size in bytes (these words included), its index, the label, the number of completions, and then the context and each completion,
+each as its length and its tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ REMAKE = "make it again with scripts/prepare_hellaswag.py"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """One question: token ids of the context and of each completion, and the number of the right one."""
+    """One question: token ids of the context and of each completion, and the index of the right one (label)."""
 
     label: int
     context: np.ndarray
@@ -32,7 +32,7 @@ class Example:
 
 
 class Row(NamedTuple):
-    """One completion behind its context: a row of a batch."""
+    """One row of a batch: a context followed by one completion."""
 
     tokens: np.ndarray
     context_length: int
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def write_eval_file(path, examples: Iterable[Example]) -> int:
-    """Write examples for this trainer and llm.c; whole or not at all. Returns their number. Raises UserError if one does not fit."""
+    """Write an eval file for this trainer and llm.c, whole or not at all. Returns their number. Raises UserError if one does not fit."""
     bodies = []
     for index, example in enumerate(examples):
         words = [START_EXAMPLE, 0, index, example.label, len(example.completions)]
@@ -60,7 +60,7 @@ def write_eval_file(path, examples: Iterable[Example]) -> int:
 
 
 def read_eval_file(path) -> list[Example]:
-    """All examples of an eval file, checked. Raises UserError naming the example that is damaged."""
+    """All examples of an eval file, checked. Raises UserError, which names a damaged example."""
     _, version, num_examples, *_ = read_header(path, EVAL_MAGIC).tolist()
     if version != EVAL_VERSION:
         raise UserError(f"{path} is an eval file of version {version}, expected {EVAL_VERSION}; {REMAKE}")
@@ -87,7 +87,7 @@ def read_eval_file(path) -> list[Example]:
 
 
 def _parse_example(words: np.ndarray, name: str) -> Example:
-    """The Example in the words after its index. `name` says which, for UserError."""
+    """The Example in the words that follow its index. `name` identifies it in a UserError."""
     label, num_completions = words[:2].tolist() if len(words) > 1 else (0, 0)
     if num_completions != NUM_COMPLETIONS:
         raise UserError(f"{name} has {num_completions} completions, expected {NUM_COMPLETIONS}; {REMAKE}")
@@ -108,8 +108,8 @@ def _parse_example(words: np.ndarray, name: str) -> Example:
 class EvalLoader:
     """Scores a model on this rank's share of an eval file, with any batch size.
 
-    The whole file is read and checked at the start (HellaSwag is 4 MB). Raises UserError for a file that is damaged, or has an
-    example longer than T or a token outside the vocabulary. `num_examples` counts the whole file.
+    The whole file is read and checked at the start (HellaSwag is 4 MB). Raises UserError for a file that is damaged, or that holds an
+    example longer than T or a token outside the vocabulary. `num_examples` counts the whole file, not only this rank's share.
     """
 
     def __init__(self, path, B: int, T: int, *, rank: int = 0, num_processes: int = 1, vocab_size: int):
@@ -120,7 +120,7 @@ class EvalLoader:
             self._check_fits(example, f"{path}: example {index}", vocab_size)
         per_rank = -(-len(examples) // num_processes)
         self._examples = examples[rank * per_rank : (rank + 1) * per_rank]
-        # the same for all ranks, also for one with less or nothing to do: token_losses may talk to the other ranks
+        # the same on all ranks, even on one with fewer examples or none: token_losses may communicate with the other ranks
         self.num_batches = -(-per_rank * NUM_COMPLETIONS // B)
         self._inputs = np.zeros((B, T), dtype=np.int64)
         self._targets = np.zeros((B, T), dtype=np.int64)
@@ -129,8 +129,8 @@ class EvalLoader:
         """How many of this rank's examples the model gets right.
 
         token_losses(inputs, targets) takes int64 (B, T) twice, reused between calls, and returns the loss at every position,
-        float32 (B, T). It is called `num_batches` times. Rows follow each other as a stream, so the rows of one example may lie
-        in two batches, and no B is too small. Unused places hold token 0.
+        float32 (B, T). It is called `num_batches` times. Rows form one stream that is cut into batches, so the rows of one example may
+        be spread over several, and no B is too small. Unused positions hold token 0.
         """
         scores, correct, examples, rows = [], 0, iter(self._examples), self._rows()
         for _ in range(self.num_batches):
@@ -149,7 +149,7 @@ class EvalLoader:
                 yield Row(np.concatenate([example.context, completion]), len(example.context), number == len(example.completions))
 
     def _fill(self, rows: Iterator[Row]) -> list[Row]:
-        """Put the next B rows, or what is left, into the batch, and return them."""
+        """Put the next B rows, or the fewer that are left, into the batch, and return them."""
         self._inputs.fill(0)
         self._targets.fill(0)
         batch = list(islice(rows, self.B))
@@ -172,14 +172,14 @@ class EvalLoader:
 def completion_loss(losses: np.ndarray, row: Row) -> np.float32:
     """The mean loss of a row's completion tokens; the last context token predicts the first of them.
 
-    Added one by one in float32, as llm.c does: numpy's own sum pairs the terms and could tip a tie.
+    The losses are added one by one in float32, as llm.c does: numpy's own sum adds in pairs and could tip a tie.
     """
     losses = np.asarray(losses[row.context_length - 1 : len(row.tokens) - 1], dtype=np.float32)
     return np.cumsum(losses, dtype=np.float32)[-1] / np.float32(len(losses))
 
 
 def likeliest(scores: list[np.float32]) -> int:
-    """The place of the smallest mean loss, the first of equals. If the first is NaN it stays, as nothing is less than NaN (llm.c)."""
+    """The index of the smallest mean loss, the first of equals. A NaN in place 0 wins, as nothing is less than NaN (as in llm.c)."""
     best = 0
     for place, score in enumerate(scores):
         if score < scores[best]:

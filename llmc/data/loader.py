@@ -18,9 +18,10 @@ from llmc.rand import MersenneTwister
 class TokenLoader:
     """Batches of (inputs, targets) from the shards that `pattern` names.
 
-    Shards and, in each shard entered, samples are shuffled when `shuffle`, or else served in order, for ever. Headers and sizes of all
-    shards are checked at the start, so that a run does not stop in the night; tokens when they are looked at, which can be ahead of time
-    (`look_ahead`). A run that goes on with other batches, processes or shards is first served what is left of its epoch (`go_on`).
+    Epochs follow each other without end. With `shuffle`, the order of the shards and that of the samples within each shard are
+    shuffled. Headers and sizes of all shards are checked at the start, so that a run does not stop in the night; tokens are checked when
+    they are read, which can be ahead of time (`look_ahead`). A run resumed with another batch shape, number of processes or set of
+    shards is first served what is left of its epoch (`go_on`).
     Raises UserError for files that are missing, damaged or smaller than one batch.
     """
 
@@ -31,25 +32,25 @@ class TokenLoader:
         sizes = [self._checked_size(path) for path in self.paths]
         self.shards = [(os.path.basename(path), num_tokens) for path, num_tokens in zip(self.paths, sizes)]
         self.num_tokens = sum(sizes)
-        self.num_batches = sum(map(self.geometry.samples_in, sizes))  # of an epoch
+        self.num_batches = sum(map(self.geometry.samples_in, sizes))  # in one epoch
         self._walk = Walk(self.paths, sizes, self.geometry, rank)
         self._again = ()
         self._buffer = np.empty((2, B, T), dtype=np.int64)
-        # llm.c seeds by rank, so each rank walks the shards in an order of its own
+        # llm.c seeds by rank, so each rank walks the shards in its own order
         self._first = self._walk.begin(MersenneTwister(42 + rank) if shuffle else None)
         self._go_to(self._first)
 
     def summary(self) -> str:
-        """What is read, in a few words that differ where the shards do."""
+        """The data in a few words, which differ if names or sizes of the shards do."""
         names = zlib.crc32(repr(self.shards).encode())
         return f"{len(self.shards)} shards of {self.num_tokens} tokens ({names:08x})"
 
     def reset(self) -> None:
-        """Begin an epoch. The generator goes on from where it is, so every epoch has another order."""
+        """Begin the next epoch. The generator continues from its present state, so every epoch has a different order."""
         self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
 
     def rewind(self, batches: int) -> None:
-        """Go back to the very first batch, to serve so many from there on. They are read the first time, and kept.
+        """Go back to the very first batch, to serve that many batches from there. They are read on the first call, and kept.
 
         Raises UserError as `look_ahead` does.
         """
@@ -60,10 +61,10 @@ class TokenLoader:
         self._place, self._coming = self._first, deque(self._again)
 
     def look_ahead(self, batches: int) -> None:
-        """Read and check so many of the batches to come. They are kept, two bytes a token, and served whatever becomes of their files.
-        What is served, and `state`, do not depend on it.
+        """Read and check the next `batches` batches. They are kept, two bytes a token, and served whatever becomes of their files.
+        Looking ahead changes neither what is served nor `state`.
 
-        Raises UserError for the first that cannot be served, as of a token outside the vocabulary; those before it still are.
+        Raises UserError at the first batch that cannot be served, e.g. for a token outside the vocabulary; earlier ones are still served.
         """
         while len(self._coming) < batches:
             place = self._walk.after(self._coming[-1][0] if self._coming else self._place)
@@ -71,7 +72,7 @@ class TokenLoader:
             self._walk.read_ahead(place)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, also where a piece ends.
+        """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, even at the end of a piece.
 
         Both are views of one buffer that the next call overwrites. Raises UserError as `look_ahead` does.
         """
@@ -86,24 +87,24 @@ class TokenLoader:
         return self._buffer[0], self._buffer[1]
 
     def token_order(self) -> TokenOrder:
-        """Which positions of the inputs just served hold the same token: to be asked for while a device is busy with them."""
+        """Which positions of the inputs just served hold the same token. Best called while the device is already busy."""
         return token_order(self._buffer[0])
 
     def state(self) -> LoaderState:
-        """Where the loader is: after `restore` of it, next_batch returns what it would return now."""
+        """Where the loader is: once this is restored, next_batch returns what it would return now."""
         return state_of(self._place)
 
     def data_state(self) -> dict:
-        """What `state` has no room for, in plain values for the extra file: the names and lengths of the shards, and a remainder."""
+        """What `state` has no room for, as plain values for the extra file: names and lengths of the shards, and any remainder."""
         data = {"shards": [list(shard) for shard in self.shards]}
         if rest := self._place.rest:
             data["remainder"] = {"intervals": pack(rest.remainder.intervals), "served": rest.served}
         return data
 
     def go_on(self, continued) -> None:
-        """Go on as llmc.data.resume.plan_resume says: at a saved place, or at the start of an epoch, after a remainder if there is one.
+        """Continue as llmc.data.resume.plan_resume decided: at a saved place, or at the start of an epoch; any remainder is served first.
 
-        Raises UserError, and stays where it was, as `restore` does.
+        Raises UserError, and then stays where it was, as `restore` does.
         """
         if continued.state:
             place = self._place_of(continued.state)
@@ -116,11 +117,11 @@ class TokenLoader:
         self._go_to(place)
 
     def restore(self, state: LoaderState) -> None:
-        """Go to a saved place. Raises UserError, and stays where it was, if these shards or this batch do not have it."""
+        """Go to a saved place. Raises UserError, and then stays where it was, if these shards and this batch shape have no such place."""
         self._go_to(self._place_of(state))
 
     def check_shuffle(self, saved: bool) -> None:
-        """Raise UserError unless a checkpoint that read its data shuffled, or not, can be resumed here."""
+        """Raise UserError if the checkpoint shuffled its data (`saved`) and this run does not, or the reverse."""
         if saved != self._shuffles:
             was, now = ("shuffled", "in order") if saved else ("in order", "shuffled")
             raise UserError(
@@ -133,11 +134,11 @@ class TokenLoader:
         return self._place.rng is not None
 
     def _go_to(self, place: Place) -> None:
-        self._place, self._coming = place, deque()  # the places after it that were looked at already, and the tokens of their pieces
+        self._place, self._coming = place, deque()  # _coming: the places after it that were read ahead, and the tokens of their pieces
         self._walk.read_ahead(place)
 
     def _place_of(self, state: LoaderState) -> Place:
-        """Where a state says. Raises UserError if these shards or this batch do not have it."""
+        """The place a state describes. Raises UserError if it does not exist with these shards and this batch shape."""
         self.check_shuffle(state.should_shuffle)
         shuffled, shard_indices = state.should_shuffle, self._place.shard_indices
         if shuffled:
@@ -175,7 +176,7 @@ class TokenLoader:
         return num_tokens
 
     def _read(self, piece: Piece) -> np.ndarray:
-        """The tokens of a piece and its last target. Raises UserError unless the model knows them all."""
+        """The tokens of a piece, and its last target. Raises UserError unless all are in the model's vocabulary."""
         tokens = piece.shard.read(piece.start, piece.end - piece.start + 1)
         if tokens.max() >= self.vocab_size:
             place = int(np.argmax(tokens >= self.vocab_size))

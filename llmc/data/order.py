@@ -1,7 +1,7 @@
 """Which positions of a batch hold the same token, found on the host while the device is busy.
 
-The embedding's gradient adds the rows of one token in order of position. Sorted ahead of time, every token is one run of
-positions, so a device needs neither atomics nor a sort of its own.
+The embedding's gradient adds the rows of one token in order of position. Once the positions are sorted by token, those of each token
+are contiguous, so the device needs neither atomics nor a sort of its own.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ import numpy as np
 class TokenOrder:
     """Positions of a batch (n of them), grouped by token; all int32.
 
-    positions          (n,)      grouped by token, ascending within one
-    tokens             (m,)      the tokens there are, ascending
-    starts             (m + 1,)  where each token's group starts in positions, and the end
-    token_of_position  (n,)      for every position the place of its token in tokens
+    positions          (n,)      grouped by token, ascending within each group
+    tokens             (m,)      the distinct tokens, ascending
+    starts             (m + 1,)  where each token's group starts in positions; the last is n
+    token_of_position  (n,)      for every position, the index of its token in tokens
     """
 
     positions: np.ndarray
@@ -26,9 +26,9 @@ class TokenOrder:
 
 
 def token_order(inputs) -> TokenOrder:
-    """The order of inputs (B, T), token ids of any integer type below 2**31."""
+    """The TokenOrder of inputs (B, T): token ids below 2**31, of any integer type."""
     flat = np.asarray(inputs).ravel()
-    # a stable sort of 16-bit numbers is a radix sort: 0.25 ms for 65536 positions, where 64 bits take 2.1
+    # numpy's stable sort of 16-bit numbers is a radix sort: 0.25 ms for 65536 positions, against 2.1 ms for 64-bit ones
     flat = flat.astype(np.uint16 if flat.max(initial=0) < 1 << 16 else np.int32)
     positions = np.argsort(flat, kind="stable")
     tokens_sorted = flat[positions]

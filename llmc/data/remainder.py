@@ -1,14 +1,14 @@
-"""What is left of an epoch when a run goes on with another batch, number of processes or set of shards, and how it is dealt out.
+"""What is left of an epoch when a run resumes with another batch shape, number of processes or set of shards, and how it is dealt out.
 
-All shards lie behind one another on one axis: token p of a shard is at the tokens of the shards before it, plus p. A place on
-the axis is an input if the token after it, its target, is in the same shard; so a shard's last place never is one, and the
-intervals of two shards never touch. What is left are the inputs that no rank has been trained on: disjoint intervals
-(n, 2) int64 of [start, end), ascending. The tail of a shard that the old batches were too large for belongs to it.
+All shards are laid end to end on one axis: token p of a shard is at p plus the number of tokens in the shards before it. A place on
+the axis is an input if the token after it, its target, is in the same shard; so the last place of a shard never is one, and the
+intervals of two shards never touch. What is left is the inputs that no rank has been trained on: disjoint intervals
+(n, 2) int64 of [start, end), ascending. They include the tail of each shard, which made no whole sample of the old geometry.
 
-To be dealt out, the intervals are laid end to end as a stream of inputs: first as many whole rows of T as each holds, then what
-each has over, joined to rows of several fragments. Every input keeps its own target, the next token of its shard. The stream
+To be dealt out, the intervals are laid end to end as a stream of inputs: first the whole rows of T in each interval, then the
+leftover of each, joined into rows of several fragments. Every input keeps its own target, the next token of its shard. The stream
 is then cut as llm.c cuts a shard: sample j is B*T*num_processes inputs, rank r takes the r-th B*T of them, and goes through
-the samples in an order of its own. What makes no whole sample at the stream's end, less than B*T*num_processes inputs, is dropped.
+the samples in its own order. The inputs at the stream's end that make no whole sample, fewer than B*T*num_processes, are dropped.
 """
 
 import base64
@@ -19,12 +19,12 @@ import numpy as np
 
 from llmc.rand import MersenneTwister
 
-ORDER_SEED = 1042  # plus the rank: the order of the samples. any constant does, it must only be the same after a resume
+ORDER_SEED = 1042  # plus the rank: seeds the order of the samples. any constant would do, but it must be the same after a resume
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a run cuts its data. Processes are those that read different data: all, but for tensor parallelism."""
+    """How a run cuts its data. num_processes counts those that read different data: all of them, except with tensor parallelism."""
 
     B: int
     T: int
@@ -41,7 +41,7 @@ class Geometry:
         return self.B * self.T * self.num_processes
 
     def samples_in(self, num_tokens: int) -> int:
-        """Samples of a shard; one token less, for the last target. The rest of a shard is dropped."""
+        """Whole samples in a shard of num_tokens. One token more is needed, for the last target. The rest of the shard is dropped."""
         return (num_tokens - 1) // self.sample_tokens
 
     def __str__(self):
@@ -49,7 +49,7 @@ class Geometry:
 
 
 class Remainder:
-    """The intervals that are left of an epoch, dealt out to the ranks of a geometry. The same for the same intervals, always."""
+    """The intervals left of an epoch, dealt out to the ranks of a geometry. The result depends on these two alone."""
 
     def __init__(self, intervals: np.ndarray, geometry: Geometry):
         self.intervals, self.geometry = intervals, geometry
@@ -57,7 +57,7 @@ class Remainder:
         cut = end - (end - start) % geometry.T
         stream = np.concatenate([np.stack([start, cut], axis=1), np.stack([cut, end], axis=1)])
         self._stream = stream[stream[:, 0] < stream[:, 1]]  # (m, 2): intervals in the order of the stream
-        self._ends = np.cumsum(self._stream[:, 1] - self._stream[:, 0])  # (m,): where in the stream each ends
+        self._ends = np.cumsum(self._stream[:, 1] - self._stream[:, 0])  # (m,): where each of them ends in the stream
 
     @property
     def num_inputs(self) -> int:
@@ -65,7 +65,7 @@ class Remainder:
 
     @property
     def num_samples(self) -> int:
-        """Micro-steps there are: batches for each rank."""
+        """Number of micro-steps, that is of batches for each rank."""
         return self.num_inputs // self.geometry.sample_tokens
 
     @property
@@ -74,7 +74,7 @@ class Remainder:
         return self.num_inputs % self.geometry.sample_tokens
 
     def order(self, rank: int) -> np.ndarray:
-        """(num_samples,): the samples as the rank goes through them."""
+        """(num_samples,): the samples in the order in which the rank goes through them."""
         samples = np.arange(self.num_samples)
         MersenneTwister(ORDER_SEED + rank).permute(samples)
         return samples
@@ -85,7 +85,7 @@ class Remainder:
         return self._cut(np.array([[start, start + self.geometry.batch_tokens]]))
 
     def left(self, served: int) -> np.ndarray:
-        """The intervals that are still left when every rank has served that many samples; what would be dropped is among them."""
+        """The intervals still left once every rank has served that many samples, including those that would be dropped."""
         g = self.geometry
         places = [self.order(rank)[served:] * g.num_processes + rank for rank in range(g.num_processes)]
         starts = np.sort(np.concatenate(places)) * g.batch_tokens
@@ -94,23 +94,23 @@ class Remainder:
         return merged(self._cut(merged(ranges)))
 
     def _cut(self, ranges: np.ndarray) -> np.ndarray:
-        """The intervals that these ranges of the stream, ascending and disjoint, consist of, in the order of the stream."""
+        """The axis intervals that make up these ranges of the stream (ascending and disjoint), in stream order."""
         if not len(ranges):
             return ranges
         first = np.searchsorted(self._ends, ranges[0, 0], side="right")
         last = np.searchsorted(self._ends, ranges[-1, 1], side="left")
-        # between two neighbours of these cuts lies one interval's part, which is in a range or in none
+        # what lies between two neighbouring cuts is part of one interval, and is wholly inside a range or outside all
         cuts = np.unique(np.concatenate([self._ends[first:last], ranges.ravel()]))
         starts, ends = cuts[:-1], cuts[1:]
         inside = starts < ranges[np.searchsorted(ranges[:, 0], starts, side="right") - 1, 1]
         starts, ends = starts[inside], ends[inside]
         piece = np.searchsorted(self._ends, starts, side="right")
-        back = self._stream[piece, 1] - self._ends[piece]  # from the stream to the axis
+        back = self._stream[piece, 1] - self._ends[piece]  # added to a stream position, gives the axis position
         return np.stack([starts + back, ends + back], axis=1)
 
 
 def merged(intervals: np.ndarray) -> np.ndarray:
-    """Disjoint intervals in ascending order, empty ones left out and neighbours made one."""
+    """Disjoint intervals in ascending order; empty ones are left out and adjacent ones joined."""
     intervals = intervals[intervals[:, 0] < intervals[:, 1]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     apart = np.flatnonzero(intervals[1:, 0] > intervals[:-1, 1])
@@ -124,7 +124,7 @@ def count_inputs(intervals: np.ndarray) -> int:
 
 
 def pack(intervals: np.ndarray) -> str:
-    """The intervals in few characters: differences of neighbours, which repeat, compressed, in base64.
+    """The intervals in few characters: the differences of successive bounds, which repeat, are compressed and base64-encoded.
 
     An epoch left in the middle by 8 ranks can be a million intervals, too many to write as numbers at every checkpoint.
     """

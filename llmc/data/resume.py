@@ -1,8 +1,8 @@
-"""How the training data goes on after a resume: at the very place it was left, or with what is left of the epoch.
+"""Where the training data continues after a resume: at the very place it was left, or with what is left of the epoch.
 
-Where batch, processes and shards are the ones the checkpoint was written with, the loader returns to its place and the run is
-bit for bit the one that was stopped. Where any of them changed, the epoch is finished first (see remainder.py), each input once,
-and ordinary epochs of the new geometry follow.
+If batch shape, number of processes and shards are those the checkpoint was written with, the loader returns to its place and the run is
+bit for bit the one that was stopped. If any of them changed, the rest of the epoch is served first (see remainder.py), each input
+once, and ordinary epochs of the new geometry follow.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from llmc.data.walk import LoaderState, check_permutations
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
 
-Shards = list[tuple[str, int]]  # (name, tokens) of each, in the order of the loader
+Shards = list[tuple[str, int]]  # (name, number of tokens) of each, in the loader's order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continued:
-    """What TokenLoader.go_on does.
+    """The instructions for TokenLoader.go_on.
 
-    state            the place to return to, or None to begin epochs anew
+    state            the place to return to, or None to begin a new epoch
     should_shuffle   whether the data was read shuffled
-    seed             of this rank's order, where epochs begin anew
+    seed             seeds this rank's shuffling if a new epoch begins
     remainder        what is to be served first, or None
-    served           batches of the remainder that were served before
+    served           number of batches of the remainder already served
     notes            lines for the user
     """
 
@@ -41,7 +41,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """What the extra files say of the run that wrote them. None: they do not, as in a checkpoint of llm.c."""
+    """What the extra files say about the run that wrote them. None where they do not say, as in a checkpoint of llm.c."""
 
     geometry: Geometry | None
     shards: Shards | None
@@ -50,15 +50,15 @@ class Written:
 
 
 def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geometry, rank: int, shards: Shards) -> Continued:
-    """What this rank's loader does to go on from a checkpoint.
+    """How this rank's loader continues from a checkpoint.
 
     states, extras          of the ranks that wrote it, as they are in its files
-    geometry, rank, shards  of this run; with tensor parallelism, one state for each of those that share their data
+    geometry, rank, shards  of this run; with tensor parallelism, one state for each group of ranks that share their data
 
-    The order of the epochs after a remainder: each rank's generator is seeded with a draw of the old rank 0's, plus the
-    rank, so it is the same for whoever resumes from the same checkpoint and no epoch repeats one of before.
-    A shard that is gone takes its rest with it. A new one is left as a whole, also if it was there once and was taken away.
-    Raises UserError where the checkpoint is damaged, does not say what is needed, or a shard is another than it was.
+    For the epochs after a remainder, each rank's generator is seeded with a draw from old rank 0's generator, plus the rank. So their
+    order is the same whenever this checkpoint is resumed from, and no epoch repeats an earlier one.
+    What was left of a shard that is gone is lost. All of a new shard counts as left, even if it was there before and had been removed.
+    Raises UserError if the checkpoint is damaged or does not say what is needed, or if a shard differs from what it was.
     """
     written = read_written(extras)
     shuffled = states[0].should_shuffle
@@ -74,7 +74,7 @@ def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geom
         raise damaged(f"{written.served} batches served of {rest.num_samples}")
     if (was, old_shards) == (geometry, shards):
         return Continued(states[rank], shuffled, remainder=rest, served=written.served)
-    if not shuffled:  # one batch again and again: there is no epoch
+    if not shuffled:  # the same batches again and again (-a 1): there is no epoch
         return Continued(None, shuffled)
     left = rest.left(written.served) if rest else not_served(states, old_shards, was)
     left, notes = on_other_shards(left, old_shards, shards)
@@ -85,7 +85,7 @@ def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geom
 
 
 def describe(remainder: Remainder, was: Geometry) -> str:
-    """One line on what is served now."""
+    """One line for the user on what is served after the change."""
     now = remainder.geometry
     change = f"with {now}, after {was}" if was != now else "with other training files"
     if not remainder.num_samples:
@@ -102,18 +102,18 @@ def describe(remainder: Remainder, was: Geometry) -> str:
 
 
 def starts_of(shards: Shards) -> list[int]:
-    """Where on the axis each shard starts, and where the last ends."""
+    """Where on the axis (see remainder.py) each shard starts, and where the last one ends."""
     return list(accumulate((num_tokens for _, num_tokens in shards), initial=0))
 
 
 def not_served(states: list[LoaderState], shards: Shards, geometry: Geometry) -> np.ndarray:
-    """Intervals of the inputs that no rank has served in the epoch these states are of. Raises UserError for impossible states."""
+    """Intervals of the inputs that no rank has served in the epoch of these states. Raises UserError for impossible states."""
     samples = [geometry.samples_in(num_tokens) for _, num_tokens in shards]
     for state in states:
         check_place(state, samples)
     if len({batches_served(state, samples) for state in states}) > 1:
         raise damaged("its ranks stopped at different batches")
-    places = [np.argsort(state.shard_indices) for state in states]  # of each shard, in the rank's order
+    places = [np.argsort(state.shard_indices) for state in states]  # the place of each shard in the rank's order
     intervals, starts = [], starts_of(shards)
     for shard, (_, num_tokens) in enumerate(shards):
         left = np.ones((samples[shard], geometry.num_processes), bool)
@@ -122,7 +122,7 @@ def not_served(states: list[LoaderState], shards: Shards, geometry: Geometry) ->
                 left[:, rank] = False
             elif places[rank][shard] == state.current_shard_idx:
                 left[state.intra_shard_indices[: state.current_sample_idx], rank] = False
-        # batches in the order of the shard, then the tail that was too short for a sample
+        # bounds of the batches as they lie in the shard, then the end of the tail that was too short for a sample
         bounds = np.append(np.arange(left.size + 1) * geometry.batch_tokens, num_tokens - 1)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], left.ravel(), [True, False]])))
         intervals.append(starts[shard] + bounds[edges].reshape(-1, 2))
@@ -130,7 +130,7 @@ def not_served(states: list[LoaderState], shards: Shards, geometry: Geometry) ->
 
 
 def check_place(state: LoaderState, samples: list[int]) -> None:
-    """Raise UserError unless this is a place in shards of so many samples."""
+    """Raise UserError unless the state is a possible place in shards with these numbers of samples."""
     has, expected, what = len(state.shard_indices), len(samples), "shards"
     if has == expected:
         check_permutations(state)
@@ -148,9 +148,9 @@ def batches_served(state: LoaderState, samples: list[int]) -> int:
 
 
 def on_other_shards(intervals: np.ndarray, was: Shards, now: Shards) -> tuple[np.ndarray, list[str]]:
-    """The intervals on the axis of other shards, matched by name, and lines on those that are gone or new.
+    """The intervals moved to the axis of the present shards, matched by name, and a note on each shard that is gone or new.
 
-    Raises UserError where a shard has another length than it had, or two have the same name.
+    Raises UserError if the length of a shard changed, or if two shards have the same name.
     """
     for shards in (was, now):
         if len(dict(shards)) < len(shards):
@@ -178,7 +178,7 @@ def on_other_shards(intervals: np.ndarray, was: Shards, now: Shards) -> tuple[np
 
 
 def within(intervals: np.ndarray, start: int, size: int) -> np.ndarray:
-    """Those of a shard."""
+    """The intervals that lie in the shard of `size` tokens at `start`."""
     first, last = np.searchsorted(intervals[:, 0], [start, start + size])
     return intervals[first:last]
 
@@ -188,7 +188,7 @@ def within(intervals: np.ndarray, start: int, size: int) -> np.ndarray:
 
 
 def read_written(extras: list[dict]) -> Written:
-    """The facts of the extra files, on which all ranks' must agree. Raises UserError where they are damaged."""
+    """The facts in the extra files, on which those of all ranks must agree. Raises UserError if they do not, or are damaged."""
     facts = [tuple(extra.get(key) for key in ("B", "T", "data")) for extra in extras]
     if any(fact != facts[0] for fact in facts):
         raise damaged("its ranks disagree on B, T or the data")
@@ -198,7 +198,7 @@ def read_written(extras: list[dict]) -> Written:
     if not (is_count(B, 1) and is_count(T, 1)):
         raise damaged(f"it says B {B!r} and T {T!r}")
     geometry = Geometry(B, T, len(extras))
-    if data is None:  # written before the data was described there
+    if data is None:  # written before extra files described the data
         return Written(geometry, None, None, 0)
     try:
         shards = [(name, num_tokens) for name, num_tokens in data["shards"]]
@@ -214,17 +214,17 @@ def read_written(extras: list[dict]) -> Written:
 
 
 def is_count(value, least: int) -> bool:
-    """Whether this can be a number of tokens in a shard, of rows or of batches: a larger one is damage, and nothing is allocated for it."""
+    """Whether this can be a number of tokens in a shard, of rows or of batches: a larger one is damage, so nothing is allocated for it."""
     return type(value) is int and least <= value <= MAX_SHARD_TOKENS
 
 
 def inside(intervals: np.ndarray, shards: Shards) -> bool:
-    """Whether each interval lies within a shard, its last token, which has no target, left out."""
+    """Whether each interval lies within one shard without its last token, which has no target."""
     starts = np.array(starts_of(shards))
     shard = np.searchsorted(starts, intervals[:, 0], side="right") - 1
     return bool((shard < len(shards)).all() and (intervals[:, 1] < starts[shard + 1]).all())
 
 
 def damaged(reason: str) -> UserError:
-    """The error of every way the checkpoint's place in the data can be wrong."""
+    """The error for everything that can be wrong with the checkpoint's place in the data."""
     return UserError(f"the checkpoint's place in its training data is damaged ({reason}); resume from another checkpoint")

@@ -14,7 +14,7 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
 
 
 def write_shard(path, tokens) -> None:
-    """Write `tokens`, a 1-d sequence of ids in [0, 65536), as a shard; whole or not at all. Raises UserError if it cannot."""
+    """Write `tokens`, a 1-d sequence of ids in [0, 65536), as a shard, whole or not at all. Raises UserError if it cannot."""
     tokens = np.asarray(tokens)
     assert tokens.ndim == 1 and 0 < len(tokens) <= MAX_SHARD_TOKENS, "a shard holds 1 to 2**31-1 tokens"
     assert tokens.dtype == np.uint16 or (tokens.min() >= 0 and tokens.max() < 2**16), "token ids are 16 bits wide"
@@ -23,21 +23,21 @@ def write_shard(path, tokens) -> None:
 
 
 class Shard(Numbers):
-    """The tokens of a shard, uint16. No map here either: where its file is cut short or its disk fails, touching one ends the process by a
-    signal, without a word."""
+    """The tokens of a shard, uint16. Not memory-mapped: where a file is cut short or its disk fails, touching a map ends the process
+    by a signal, without a message."""
 
     def __init__(self, path, num_tokens: int):
         super().__init__(path, "<u2", HEADER_BYTES)
         self.num_tokens = num_tokens
 
     def read(self, at: int, n: int) -> np.ndarray:
-        """Tokens at..at+n, which the shard had when it was opened. Raises UserError where it no longer has them."""
+        """Tokens at..at+n, which must lie within the size it had when opened. Raises UserError if the file no longer has them."""
         assert 0 <= at and at + n <= self.num_tokens
         return super().read(at, n)
 
 
 def open_shard(path) -> Shard:
-    """A shard, to be read. Raises UserError unless the file is whole and a shard."""
+    """Open a shard for reading. Raises UserError unless the file is a shard, and whole."""
     _, version, num_tokens, *_ = read_header(path, SHARD_MAGIC).tolist()
     if version != SHARD_VERSION:
         raise UserError(f"{path} is a token shard of version {version}, expected {SHARD_VERSION}; make it again with scripts/prepare_*.py")
@@ -48,7 +48,7 @@ def open_shard(path) -> Shard:
 
 
 def find_shards(pattern: str, flag: str) -> list[str]:
-    """The files `pattern` (a path or a glob) names, sorted, as the data order wants. Raises UserError if there are none."""
+    """The files that `pattern` (a path or a glob) names, sorted: the data order depends on it. Raises UserError if there are none."""
     paths = sorted(path for path in glob.glob(pattern) if not os.path.isdir(path))
     if not paths and os.path.isfile(pattern):  # a name with a [ in it
         paths = [pattern]
@@ -63,5 +63,5 @@ def find_shards(pattern: str, flag: str) -> list[str]:
 
 
 def inputs_of_shortest(pattern: str, flag: str) -> int:
-    """How many tokens with a target the shortest shard has. Raises UserError as find_shards and open_shard do."""
+    """Number of inputs in the shortest shard: tokens that have a target. Raises UserError as find_shards and open_shard do."""
     return min(open_shard(path).num_tokens for path in find_shards(pattern, flag)) - 1

@@ -1,8 +1,8 @@
 """Token ids to bytes, through llm.c's tokenizer file; and text to token ids, for preparing data.
 
 The file is 256 int32 (20240328, version, number of tokens, in version 2 the end-of-text id), then for every token a length byte
-and that many bytes. Training needs nothing else. Encoding is GPT-2's byte-pair encoding through tiktoken; without its files the
-256 ids GPT-2 gives to single bytes still encode any text, only longer (see ByteEncoder).
+and that many bytes. Training needs nothing else. Text is encoded by GPT-2's byte-pair encoding through tiktoken; without tiktoken's
+files, the 256 ids that GPT-2 gives to single bytes still encode any text, in more tokens (see ByteEncoder).
 """
 
 from contextlib import contextmanager
@@ -15,17 +15,17 @@ from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, TOKENIZER_MAGIC, new_header, read_header, write_atomically
 
 REMAKE = "make it again with scripts/prepare_*.py"
-UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()  # the format wants at least one byte for each token
-DOWNLOAD_TIMEOUT_S = 10.0  # without an answer, not for the whole file
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()  # the format requires at least one byte for each token
+DOWNLOAD_TIMEOUT_S = 10.0  # without an answer; not a limit on the whole download
 
-# GPT-2's vocabulary starts with the 256 bytes, those that print first; this is the byte of each of its ids 0 to 255
+# GPT-2's vocabulary starts with the 256 single bytes, printable ones first; BYTE_OF_ID is the byte of each id from 0 to 255
 PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_ID = bytes(PRINTABLE_BYTES + [b for b in range(256) if b not in PRINTABLE_BYTES])
 ID_OF_BYTE = np.argsort(np.frombuffer(BYTE_OF_ID, np.uint8)).astype(np.uint16)
 
 
 class Tokenizer:
-    """The bytes of every token id. Decodes, and reads and writes llm.c's tokenizer file."""
+    """The bytes of every token id: decodes ids, and reads and writes llm.c's tokenizer file."""
 
     def __init__(self, table: list[bytes], end_of_text: int):
         self.table, self.end_of_text = table, end_of_text
@@ -56,7 +56,7 @@ class Tokenizer:
         _, version, size, end_of_text, *_ = read_header(path, TOKENIZER_MAGIC).tolist()
         if version not in (1, 2):
             raise UserError(f"{path} is a tokenizer file of version {version}, expected 1 or 2; {REMAKE}")
-        if version == 1:  # it does not say, so it must be GPT-2's
+        if version == 1:  # the header does not give end_of_text, so the table must be GPT-2's
             end_of_text = GPT2_END_OF_TEXT
             if size != GPT2_VOCAB_SIZE:
                 raise UserError(f"{path} has version 1 and {size} tokens; that version stands for GPT-2's {GPT2_VOCAB_SIZE}, {REMAKE}")
@@ -65,7 +65,7 @@ class Tokenizer:
         return cls(_split_table(Path(path).read_bytes()[HEADER_BYTES:], size, path), end_of_text)
 
     def write(self, path) -> None:
-        """Write a tokenizer file of version 2; whole or not at all."""
+        """Write a tokenizer file of version 2, whole or not at all."""
         assert all(0 < len(token) < 256 for token in self.table), "a token has 1 to 255 bytes in this format"
         header = new_header(TOKENIZER_MAGIC, 2, len(self.table), self.end_of_text)
         body = b"".join(bytes([len(token)]) + token for token in self.table)
@@ -73,13 +73,13 @@ class Tokenizer:
 
     @classmethod
     def from_gpt2(cls) -> "Tokenizer":
-        """GPT-2's table, through tiktoken. Raises UserError if its files cannot be had."""
+        """GPT-2's table, through tiktoken. Raises UserError if tiktoken or its files are unavailable."""
         bpe = _tiktoken_gpt2()
         return cls([bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)], bpe.eot_token)
 
     @classmethod
     def from_bytes_only(cls) -> "Tokenizer":
-        """A table of GPT-2's size that knows the 256 single-byte tokens alone: all that a model trained on ByteEncoder's data uses."""
+        """A table of GPT-2's size that knows only the 256 single-byte tokens: all that a model trained on ByteEncoder's data uses."""
         table = [bytes([b]) for b in BYTE_OF_ID]
         return cls(table + [UNKNOWN] * (GPT2_VOCAB_SIZE - len(table)), GPT2_END_OF_TEXT)
 
@@ -100,9 +100,9 @@ def _split_table(body: bytes, size: int, path) -> list[bytes]:
 
 
 def find_tokenizer(path, folders, vocab_size: int) -> Tokenizer | None:
-    """The one that decodes samples: the file asked for, or gpt2_tokenizer.bin in one of the folders if that many tokens are in it.
+    """The tokenizer that decodes samples: the file at `path`, or else the first gpt2_tokenizer.bin in `folders` that has vocab_size tokens.
 
-    Raises UserError where the file asked for has another number of them, or any that it reads is damaged.
+    None if there is none. Raises UserError if the file at `path` has another number of tokens, or if any file it reads is damaged.
     """
     if path:
         tokenizer = Tokenizer.read(path)
@@ -118,7 +118,7 @@ def find_tokenizer(path, folders, vocab_size: int) -> Tokenizer | None:
 
 
 class GPT2Encoder:
-    """GPT-2's byte-pair encoding. Raises UserError if tiktoken or its files cannot be had."""
+    """GPT-2's byte-pair encoding. Raises UserError if tiktoken or its files are unavailable."""
 
     name = "gpt2"
     end_of_text = GPT2_END_OF_TEXT
@@ -136,13 +136,13 @@ class GPT2Encoder:
 
 
 class ByteEncoder:
-    """One token per UTF-8 byte, with GPT-2's ids for them, so any GPT-2 model takes the data. 3 to 4 times as many tokens."""
+    """One token per UTF-8 byte, with GPT-2's ids for them, so any GPT-2 model accepts the data. Takes 3 to 4 times as many tokens."""
 
     name = "bytes"
     end_of_text = GPT2_END_OF_TEXT
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, uint16; half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes "?"."""
+        """The ids of `text`, uint16; a lone surrogate, which JSON can hold and UTF-8 cannot, becomes "?"."""
         return ID_OF_BYTE[np.frombuffer(text.encode("utf-8", "replace"), np.uint8)]
 
     def tokenizer(self) -> Tokenizer:
@@ -154,7 +154,7 @@ Encoder = GPT2Encoder | ByteEncoder
 
 
 def load_encoder(force_bytes: bool = False) -> Encoder:
-    """GPT-2's encoder if tiktoken has its files or can get them, else, after a line that says so, the byte encoder."""
+    """GPT-2's encoder if tiktoken has its files or can download them; otherwise the byte encoder, after printing a line that says so."""
     if force_bytes:
         return ByteEncoder()
     try:
@@ -173,7 +173,7 @@ def _tiktoken_gpt2():
             return tiktoken.get_encoding("gpt2")
     except ImportError as error:
         raise UserError(f"GPT-2's byte-pair encoding needs tiktoken ({error}); pip install tiktoken") from error
-    except (OSError, ValueError) as error:  # OSError: all of requests' failures; ValueError: what came is not the file
+    except (OSError, ValueError) as error:  # OSError covers all of requests' failures; ValueError: the download is not the file
         raise UserError(
             f"GPT-2's byte-pair encoding is not in tiktoken's cache and did not download ({type(error).__name__}); connect to the "
             f"network once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
@@ -182,7 +182,7 @@ def _tiktoken_gpt2():
 
 @contextmanager
 def _impatient_tiktoken():
-    """tiktoken downloads without a time limit; behind a firewall that drops packets it would wait for minutes."""
+    """Give tiktoken's downloads a time limit. It sets none, so behind a firewall that drops packets it would wait for minutes."""
     import requests
     import tiktoken.load
 

@@ -1,6 +1,6 @@
-"""The way of one rank through its shards, in llm.c's order exactly: sample by sample, shard by shard, epoch by epoch, for ever.
+"""The walk of one rank through its shards, in exactly llm.c's order: sample by sample, shard by shard, epoch by epoch, without end.
 
-A Place never changes: going on makes another one. So a place can be saved, returned to, and looked ahead from while batches are served.
+A Place is immutable: each step makes a new one. So a place can be saved, returned to, and looked ahead from while batches are served.
 """
 
 from contextlib import suppress
@@ -17,7 +17,7 @@ from llmc.rand import MersenneTwister
 
 
 class Piece(NamedTuple):
-    """Inputs that lie behind one another in a shard, from start to before end; the target of each is the token after it."""
+    """Consecutive inputs in a shard, [start, end); the target of each is the token after it."""
 
     shard: Shard
     start: int
@@ -26,10 +26,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """What is left of an epoch that was begun with other batches, processes or shards; `served` batches of it are done."""
+    """What is left of an epoch begun with another batch shape, number of processes or set of shards; `served` batches of it are done."""
 
     remainder: Remainder
-    order: np.ndarray  # (num_samples,): its samples as this rank goes through them
+    order: np.ndarray  # (num_samples,): its samples in the order in which this rank goes through them
     served: int
 
     @property
@@ -43,13 +43,13 @@ class Place:
 
     rng             draws the order of the next shard's samples and of the next epoch's shards; None where nothing is shuffled
     shard_indices   (shards,) int32: the order of the shards in this epoch
-    shard_idx       place in it
-    shard           that one
-    num_samples     it has
+    shard_idx       index in shard_indices of the current shard
+    shard           the current shard
+    num_samples     number of samples in it
     sample_indices  (num_samples,) int32: their order; None where nothing is shuffled
-    sample_idx      place in it: samples of this shard that were served
-    rest            served before all this; None once an ordinary batch was
-    batch           what was served last, end to end; () at a start
+    sample_idx      index in sample_indices of the next sample: how many of this shard were served
+    rest            served before all of the above; None once an ordinary batch was served
+    batch           the pieces of the batch served last, end to end; () at a start
     """
 
     rng: MersenneTwister | None
@@ -64,19 +64,19 @@ class Place:
 
 
 class Walk:
-    """From place to place, for one rank of a geometry.
+    """Goes from place to place, for one rank of a geometry.
 
     A sample is B*T*num_processes consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
-    Raises UserError where a shard cannot be opened, or no longer has the tokens it had.
+    Raises UserError if a shard cannot be opened, or no longer has the tokens it had.
     """
 
     def __init__(self, paths: list[str], sizes: list[int], geometry: Geometry, rank: int):
         self.paths, self.sizes, self.geometry, self.rank = paths, sizes, geometry, rank
         self._starts = np.cumsum([0, *sizes])  # of the shards on a remainder's axis
-        self._rest, self._batch = None, ()  # whose batch was found last: it is read ahead, then served
+        self._rest, self._batch = None, ()  # the rest whose batch was found last, and that batch: it is read ahead, then served
 
     def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Place:
-        """The start of an epoch. The generator draws the order of the shards from that of the epoch before, or from that of their names."""
+        """The start of an epoch. rng shuffles shard_indices: the previous epoch's order of the shards, by default that of their names."""
         if shard_indices is None:
             shard_indices = np.arange(len(self.paths), dtype=np.int32)
         if rng:
@@ -93,10 +93,10 @@ class Walk:
         return replace(place, sample_idx=place.sample_idx + 1, rest=None, batch=self._batch_of_shard(place))
 
     def read_ahead(self, place: Place) -> None:
-        """Ask the system to read the pages of the batch after this place, unless another shard begins there. Does not wait for them."""
+        """Ask the OS to read the pages of the batch after this place, unless another shard begins there. Does not wait for them."""
         batch = ()
         if place.rest and place.rest.has_more:
-            with suppress(UserError):  # which is for who needs the batch
+            with suppress(UserError):  # left to whoever needs the batch
                 batch = self._batch_of_rest(place.rest)
         elif place.sample_idx < place.num_samples:
             batch = self._batch_of_shard(place)
@@ -104,7 +104,7 @@ class Walk:
             piece.shard.will_need(piece.start, piece.end - piece.start + 1)
 
     def open(self, number: int) -> Shard:
-        """A shard, by its number among the paths."""
+        """Open the shard with this number among the paths."""
         path, size = self.paths[number], self.sizes[number]
         shard = open_shard(path)
         if shard.num_tokens != size:
@@ -112,13 +112,13 @@ class Walk:
         return shard
 
     def _next_shard(self, place: Place) -> Place:
-        """Its start, or after the last one that of an epoch."""
+        """The start of the next shard or, after the last one, of the next epoch."""
         if place.shard_idx + 1 == len(self.paths):
             return self.begin(place.rng, place.shard_indices)
         return self._enter(place.rng, place.shard_indices, place.shard_idx + 1)
 
     def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
-        """The start of the shard at place shard_idx of the order."""
+        """The start of the shard at index shard_idx of the order."""
         shard = self.open(shard_indices[shard_idx])
         num_samples, sample_indices = self.geometry.samples_in(shard.num_tokens), None
         if rng:
@@ -132,7 +132,7 @@ class Walk:
         return (Piece(place.shard, start, start + self.geometry.batch_tokens),)
 
     def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:
-        """The rank's part of the next sample: pieces of one shard, mostly."""
+        """The rank's part of the next sample of the rest: its pieces are mostly of one shard."""
         if self._rest is rest:
             return self._batch
         batch, opened = [], {}
@@ -147,23 +147,23 @@ class Walk:
 
 
 def permuted(rng: MersenneTwister, array: np.ndarray) -> tuple[MersenneTwister, np.ndarray]:
-    """The generator after it has shuffled the array, and the array it made. Those given stay as they are."""
+    """The generator after it has shuffled the array, and the shuffled array. Both are copies; the arguments stay as they are."""
     rng, array = deepcopy(rng), array.copy()
     rng.permute(array)
     return rng, array
 
 
 # ----------------------------------------------------------------------------
-# a place in a file
+# a place as a file stores it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoaderState:
-    """A place in the data as llm.c's state file keeps it. Arrays are int32; without shuffling they are empty."""
+    """A place in the data as llm.c's state file stores it. Arrays are int32; without shuffling they are empty."""
 
     should_shuffle: bool
-    current_shard_idx: int  # place in shard_indices
-    current_sample_idx: int  # place in intra_shard_indices: samples of this shard already served
+    current_shard_idx: int  # index in shard_indices
+    current_sample_idx: int  # index in intra_shard_indices: samples of this shard already served
     shard_indices: np.ndarray
     shard_num_samples: int
     intra_shard_indices: np.ndarray
@@ -171,7 +171,7 @@ class LoaderState:
 
 
 def state_of(place: Place) -> LoaderState:
-    """While a rest is served, the start of the epoch that follows: a reader that knows of no rest begins there."""
+    """A place as a LoaderState. While a rest is served, it is the start of the epoch after it: readers that know no rest begin there."""
     shuffled, none = place.rng is not None, np.empty(0, np.int32)
     return LoaderState(
         should_shuffle=shuffled,
@@ -185,7 +185,7 @@ def state_of(place: Place) -> LoaderState:
 
 
 def check_permutations(state: LoaderState) -> None:
-    """A damaged state must not become an index into the wrong sample, or a crash an epoch later."""
+    """Raise UserError unless both orders are permutations: a damaged one must not index a wrong sample, or crash an epoch later."""
     orders = (state.shard_indices, state.current_shard_idx + 1), (state.intra_shard_indices, state.current_sample_idx)
     if any(place > len(order) or not np.array_equal(np.sort(order), np.arange(len(order))) for order, place in orders):
         raise UserError(

@@ -30,10 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many processes this is. Alone there is neither a watch nor a meeting.
+    """Which of how many processes this is. A single process has neither a watch nor a meeting.
 
-    num_local  processes of this machine
-    threads    CPU threads for this one, where processes share processors; 0: as many as there are cores
+    num_local  processes on this machine
+    threads    CPU threads for this process, where processes share processors; 0: torch's choice, one per physical core
     """
 
     rank: int = 0
@@ -44,21 +44,21 @@ class World:
     meeting: "Meeting | None" = None  # noqa: F821
 
     def progress(self, what: str) -> None:
-        """Say what begins now, such as "step 12": the others are told where a rank was when it was lost."""
+        """Say what begins now, such as "step 12". If this rank is lost, the others are told where it was."""
         if self.watch:
             self.watch.progress(what)
 
     def moved(self) -> None:
-        """Say that what was begun goes on, in any thread and as often as wanted: ranks need not do the same here."""
+        """Say that what was begun still goes on. Any thread may call this, any number of times; ranks need not make the same calls."""
         if self.watch:
             self.watch.moved()
 
 
 def prepare_torch(place: Place) -> None:
-    """Settings that torch reads when it is first imported, for several processes.
+    """Set, for several processes, the environment variables that torch reads when it is first imported.
 
-    A rank that is lost should be one sentence, the watch's. Without these torch adds a stack trace in C++ for every connection
-    that ends, and aborts the process where NCCL notices first.
+    A lost rank should be reported in one sentence, the watch's. Without these settings torch adds a C++ stack trace for every
+    connection that ends, and aborts the process where NCCL notices the loss first.
     """
     if place.num_processes > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -66,7 +66,7 @@ def prepare_torch(place: Place) -> None:
 
 
 def device_of(place: Place, device: str) -> str:
-    """--device for this process: with several of them a GPU each, by local rank. Raises UserError where that cannot be."""
+    """--device for this process; of several processes each takes a GPU, by local rank. Raises UserError where that is impossible."""
     if place.num_processes == 1 or device == "cpu":
         return device
     if ":" in device:
@@ -79,12 +79,12 @@ def device_of(place: Place, device: str) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return device  # the CPU, or the sentence that there is no GPU
+        return device  # opening it then takes the CPU, or says that there is no GPU
     count = torch.cuda.device_count()
     if place.local_rank < count:
         return f"cuda:{place.local_rank}"
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return "cuda:0"  # a launcher shows each process one GPU, which is then its own
+        return "cuda:0"  # the launcher lets each process see only one GPU, its own
     raise UserError(
         f"rank {place.rank} is process {place.local_rank} of its machine, counted from 0, and there are {count} CUDA devices; "
         f"start {count} processes per machine and say -pg {count}, or use --device cpu"
@@ -92,10 +92,10 @@ def device_of(place: Place, device: str) -> str:
 
 
 def meet_world(place: Place, timeout_s: float) -> World:
-    """Meet the others, before anything else can go wrong: from here on each is told why another one ends.
+    """Meet the other ranks before anything else can go wrong: from here on each rank is told why another one ends.
 
     timeout_s  how long ranks wait for one another, here and later
-    Raises UserError where the others cannot be found, RankLost where one of them is lost meanwhile.
+    Raises UserError if the others cannot be found, RankLost if one of them is lost meanwhile.
     """
     if place.num_processes == 1:
         return World()
@@ -116,8 +116,8 @@ def meet_world(place: Place, timeout_s: float) -> World:
 def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
     """Make collectives work between all ranks, once each has opened its device.
 
-    device_kind  cpu: gloo carries the collectives, cuda: NCCL does
-    Raises UserError where that cannot be, RankLost where a rank is lost meanwhile.
+    device_kind  cpu: gloo carries the collectives; cuda: NCCL does
+    Raises UserError if that fails, RankLost if a rank is lost meanwhile.
     """
     if world.num_processes == 1:
         return
@@ -146,7 +146,7 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
 
 
 def close_world(world: World) -> None:
-    """Wait until all ranks are done, so that none is missed by another, and part."""
+    """Wait until all ranks are done, so that none takes another for lost, then disconnect."""
     if world.num_processes == 1:
         return
     import torch
@@ -161,7 +161,7 @@ def close_world(world: World) -> None:
 
 
 def smallest(world: World, number: int) -> int:
-    """The smallest of all ranks' numbers: the same answer for all. With one process, its own."""
+    """The smallest of all ranks' numbers, the same on every rank. With one process, its own."""
     if world.num_processes == 1:
         return number
     import torch
@@ -173,9 +173,10 @@ def smallest(world: World, number: int) -> int:
 
 
 def different_from_first(world: World, facts: dict, title: str) -> dict:
-    """Of this rank's facts, plain values by name, those that rank 0 has otherwise, or alone: name -> rank 0's.
+    """Facts in which this rank differs from rank 0, or which only rank 0 has: name -> rank 0's value.
 
-    title  of these facts: every call of a run has another one
+    facts  this rank's, plain values by name
+    title  key of these facts in the store; every call in a run needs a different one
     """
     if world.num_processes == 1:
         return {}
@@ -186,7 +187,7 @@ def different_from_first(world: World, facts: dict, title: str) -> dict:
 
 
 def check_shared(world: World, folder, flag: str) -> None:
-    """Raise UserError unless this rank sees what rank 0 writes into a folder, which exists there."""
+    """Raise UserError unless this rank sees what rank 0 writes into a folder, which exists on rank 0's machine."""
     if world.num_processes == 1:
         return
     from llmc.distributed.rendezvous import everybody
@@ -209,14 +210,14 @@ def check_shared(world: World, folder, flag: str) -> None:
 
 @contextmanager
 def told(world: World):
-    """Tell the others why this rank ends, if it does inside, and learn from them why a collective failed."""
+    """Tell the others why an exception inside ends this rank; turn the error of a collective into RankLost, which says why it failed."""
     if world.num_processes == 1:
         yield
         return
     try:
         yield
     except RankLost as error:
-        world.watch.leave(str(error), error.code)  # unless the watch said so itself
+        world.watch.leave(str(error), error.code)  # does nothing if the watch has a verdict already
         raise
     except BaseException as error:
         if lost := world.watch.explain(error):
@@ -226,7 +227,7 @@ def told(world: World):
 
 
 def last_words(error: BaseException) -> tuple[str, int]:
-    """What an exception that ends a rank is to the others, and the exit code it leads to."""
+    """The sentence that tells the others of an exception that ends this rank, and the exit code it leads to."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPT_CODE
     if isinstance(error, SystemExit):

@@ -1,19 +1,19 @@
-"""Collectives in place, on the shares of tensors, and what they sent. Underneath is torch.distributed: NCCL on GPUs, gloo on CPUs."""
+"""Collectives on tensors and their shares, and the bytes they sent. Underneath is torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
 import weakref
 from collections import Counter
 
 import torch.distributed as dist
 
-# torch 2.13 has new names for them
+# torch 2.13 has new names for these two
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def split_world(rank: int, size: int, parts: int) -> tuple["Group", "Group", "Group"]:
-    """The groups of this rank: of those with the same part of the model, of those with the same data, and of all.
+    """The three groups of this rank: the ranks with the same part of the model, those with the same data, and all ranks.
 
-    The parts of one model are neighbours. All ranks must make all groups, in this order.
+    The parts of one model are neighbouring ranks. Every rank must make every group, in this order.
     """
     whole, copies = Group(rank, size), size // parts
     if parts == 1:
@@ -25,16 +25,16 @@ def split_world(rank: int, size: int, parts: int) -> tuple["Group", "Group", "Gr
 
 
 class Done:
-    """The handle of what need not be waited for."""
+    """Handle of a collective that need not be waited for."""
 
     def wait(self):
         pass
 
 
 class Running:
-    """The handle of a collective that runs beside what follows, and keeps its tensors for so long.
+    """Handle of a collective that runs beside what follows; it keeps the collective's tensors alive until wait().
 
-    Python giving up a view that nobody else holds, while gloo's thread works on it, is a race within torch
+    If Python gives up a view that nobody else holds while gloo's thread works on it, there is a race within torch
     (https://github.com/pytorch/pytorch/issues/75529).
     """
 
@@ -49,13 +49,13 @@ class Running:
 class Group:
     """Some ranks, this one among them.
 
-    Collectives take flat contiguous tensors, each of which has as many equal shares as there are ranks, and return a handle:
-    they run beside what follows, until wait(), after which (on a GPU: on this stream) their results are there. A list of
-    tensors is one collective where the library can, so a layer's small tensors cost no more than its large ones.
-    sent  kind -> bytes that this rank has sent, by the count of a ring, which is the least there can be
+    Collectives take flat contiguous tensors, each made up of as many equal shares as there are ranks, and return a handle.
+    They run beside what follows until wait(), after which (on a GPU: on this stream) their results are there. A list of
+    tensors is one collective where the library can do that, so a layer's small tensors cost no more than its large ones.
+    sent  kind -> bytes that this rank has sent, counted as for a ring, which is the least possible
 
-    Only torch's registry keeps a process group alive, so that destroy_process_group ends gloo's workers and waits for them. One that
-    lived on could let go of its last tensor while Python ends, which aborts the process
+    Only torch's registry keeps a process group alive, so that destroy_process_group ends gloo's workers and waits for them. A process
+    group that lived on could release its last tensor while Python shuts down, which aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).
     """
 
@@ -69,37 +69,37 @@ class Group:
         return self._reference and self._reference()
 
     def share(self, tensor):
-        """This rank's share of a flat tensor, a view."""
+        """This rank's share of a flat tensor, as a view."""
         n = len(tensor) // self.size
         return tensor[self.rank * n : (self.rank + 1) * n]
 
     def sum_shares(self, tensors, shares=None):
-        """This rank's share of each tensor, in its place or given apart, becomes the sum of all ranks' in that place; the tensors are
-        left undefined elsewhere."""
-        if shares is None and tensors and tensors[0].device.type == "cpu":  # gloo sums whole tensors anyway: a copy of each, one by one
+        """This rank's share of each tensor becomes the sum of that share over all ranks, in place, or in `shares` where they are given. The
+        rest of each tensor is left undefined."""
+        if shares is None and tensors and tensors[0].device.type == "cpu":  # gloo's own sums a copy of each whole tensor, one by one
             return self._each("reduce-scatter", dist.all_reduce, [(t,) for t in tensors], tensors)
         shares = [self.share(t) for t in tensors] if shares is None else shares
         return self._each("reduce-scatter", reduce_scatter, list(zip(shares, tensors)), tensors)
 
     def gather_shares(self, tensors, shares=None):
-        """Each tensor becomes all ranks' shares of it, in order; given apart, or else in their places already."""
+        """Each tensor becomes the shares of all ranks, in order. A rank gives its own in `shares`, or has it in its place already."""
         shares = [self.share(t) for t in tensors] if shares is None else shares
         return self._each("all-gather", all_gather, list(zip(tensors, shares)), tensors)
 
     def sum_whole(self, tensors):
-        """Each tensor becomes the sum of all ranks'."""
+        """Each tensor becomes its sum over all ranks."""
         return self._each("all-reduce", dist.all_reduce, [(t,) for t in tensors], tensors, passes=2)
 
     def largest(self, tensors):
-        """Each tensor becomes the largest of all ranks', element by element."""
+        """Each tensor becomes its maximum over all ranks, element by element."""
         return self._each("all-reduce", dist.all_reduce, [(t, dist.ReduceOp.MAX) for t in tensors], tensors, passes=2)
 
     def send_from(self, source: int, tensor):
-        """A tensor becomes that of the source-th rank of the group."""
+        """The tensor becomes that of rank `source` of the group."""
         return self._each("broadcast", dist.broadcast, [(tensor, dist.get_global_rank(self._group, source))], [tensor])
 
     def barrier(self):
-        """All ranks have come here."""
+        """Wait until all ranks of the group have come here."""
         dist.barrier(self._group)
 
     def _each(self, kind, collective, calls, tensors, passes=1):

@@ -11,7 +11,10 @@ SIOCGIFADDR = 0x8915  # asks the kernel for an interface's IPv4 address
 
 
 def this_machine() -> str:
-    """A name for where processes share addresses and process numbers: hosts may share a name, and a host may hold several containers."""
+    """A name for the machine or container whose addresses and process ids this process shares.
+
+    Hosts may have the same name, and one host may run several containers.
+    """
     parts = [socket.gethostname()]
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as f:
         parts.append(f.read().strip())
@@ -37,17 +40,17 @@ def interface_addresses() -> dict[str, str]:
 
 
 def addresses_for_others() -> list[str]:
-    """Where another machine may reach this one: its name, then every address that is not its own alone."""
+    """Where another machine may reach this one: its name, then every address but loopback ones."""
     return [socket.gethostname(), *filter(lambda address: not is_loopback(address), interface_addresses())]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, as numbers, means the machine itself wherever it is used."""
+    """Whether a numeric address means the machine itself wherever it is used."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def own_address_towards(address: str) -> str:
-    """The address of this machine that `address` would see. Nothing is sent. Raises OSError where no way leads there."""
+    """The address of this machine that `address` would see. Nothing is sent. Raises OSError where there is no route."""
     family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port will do
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -55,7 +58,7 @@ def own_address_towards(address: str) -> str:
 
 
 def host_name_address() -> str | None:
-    """The address that this machine's own name stands for, if it is one of its own: gloo listens there."""
+    """The address that this machine's name resolves to, if it is one of the machine's own: gloo listens there."""
     with suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -65,12 +68,12 @@ def host_name_address() -> str | None:
 
 
 def interface_for_gloo(others: list[str], server: str) -> str | None:
-    """The interface that gloo must be told, or None where it finds its way by this machine's name.
+    """The interface that gloo must be told to use, or None where this machine's name leads it to the right one.
 
-    others  addresses of processes on other machines, none where there is but one machine
+    others  addresses of processes on other machines; empty if there is only one machine
     server  the address where this process reached the store
 
-    Many systems give their own name a loopback address, where no other machine would find gloo.
+    On many systems the machine's own name resolves to a loopback address, where no other machine would find gloo.
     """
     listens_at = host_name_address()
     if listens_at and not (others and is_loopback(listens_at)):

@@ -1,6 +1,6 @@
 """Which of how many processes this is, and where the others are met: from a launcher's environment, or from llm.c's flags.
 
-torchrun's environment wins, then that of mpirun (Open MPI, or what speaks PMI) and of srun, then -pn and -pr. No torch here.
+torchrun's environment wins, then that of mpirun (Open MPI, or whatever speaks PMI) and of srun, then -pn and -pr. Imports no torch.
 """
 
 import os
@@ -14,8 +14,8 @@ from llmc.errors import UserError
 from llmc.flags import Settings
 
 DEFAULT_PORT = 12345  # llm.c's
-SLURM_PORTS = range(20000, 32000)  # below those that systems hand out by themselves
-SLURM_NO_STEP = 4294967290  # from here on, a step id is not srun's: the batch script, an interactive shell
+SLURM_PORTS = range(20000, 32000)  # below the ports that systems assign by themselves
+SLURM_NO_STEP = 4294967290  # step ids from here on are not srun's, but a batch script's or an interactive shell's
 HOW_TO_START = "start it with torchrun, mpirun or srun, or use -pi tcp -ps ADDRESS, or -pi fs -pp DIR, with -pn and -pr"
 
 
@@ -25,13 +25,13 @@ class Place:
 
     method   tcp: rank 0 listens at address:port. fs: rank 0 listens anywhere, and says where in a file in `folder`.
              agent: torchrun itself listens at address:port
-    key      the launcher's name of this run; empty where there is none
+    key      the launcher's name for this run; empty where there is none
     """
 
     rank: int = 0
     num_processes: int = 1
-    local_rank: int = 0  # among those of this machine
-    num_local: int = 1  # of those, as far as is known
+    local_rank: int = 0  # among the processes of this machine
+    num_local: int = 1  # processes of this machine, as far as is known
     method: str = "tcp"
     address: str = ""
     port: int = 0
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher says; `size_name` and `rank_name` are where it does."""
+    """What a launcher says of this process; `size_name` and `rank_name` are the variables in which it says so."""
 
     launcher: str
     rank_name: str
@@ -81,7 +81,7 @@ def place_of_flags(s: Settings) -> Place:
 
 
 def check_flags(s: Settings, launched: Launched) -> None:
-    """Raise UserError where -pn or -pr say other than the launcher. Their defaults say nothing."""
+    """Raise UserError where -pn or -pr contradict the launcher. A flag left at its default contradicts nothing."""
     for flag, asked, default, name, found in (
         ("-pn", s.num_processes, 1, launched.size_name, launched.size),
         ("-pr", s.process_rank, 0, launched.rank_name, launched.rank),
@@ -128,7 +128,7 @@ def fs_of_flags(s: Settings) -> dict:
 
 
 def tcp(address: str, port: int, named_by: str) -> dict:
-    """address:port as parts of a Place. Raises UserError for a name that nobody knows."""
+    """address:port as parts of a Place. Raises UserError for a name that does not resolve."""
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -161,16 +161,16 @@ def master_port(environ) -> int:
 
 
 def from_torchrun(environ) -> Launched | None:
-    """What torchrun says, or whoever sets the same variables; None if there is one process."""
+    """What torchrun, or whatever else sets the same variables, says; None if there is only one process."""
     found = of_variables("torchrun", environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     key = [environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     return found and replace(found, key="-".join(filter(None, key)))
 
 
 def from_mpi(environ) -> Launched | None:
-    """What mpirun or srun say; None if there is one process.
+    """What mpirun or srun says; None if there is only one process.
 
-    mpirun may itself use srun, whose numbers then count its helpers: they are believed last.
+    mpirun may itself use srun, whose variables then number mpirun's helper processes, so they are consulted last.
     """
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     if found := of_variables("mpirun", environ, *names):
@@ -182,7 +182,7 @@ def from_mpi(environ) -> Launched | None:
 
 
 def from_slurm(environ) -> Launched | None:
-    """What srun says to each of the tasks of a step. The batch script around it is one process, whatever it is told."""
+    """What srun says to each task of a step. The batch script around it is one process, whatever its variables say."""
     step = number(environ, "SLURM_STEP_ID", SLURM_NO_STEP)
     if step >= SLURM_NO_STEP:
         return None
@@ -194,7 +194,7 @@ def from_slurm(environ) -> Launched | None:
 
 
 def of_variables(launcher, environ, rank_name, size_name, local_name, num_local_name) -> Launched | None:
-    """Launched from the variables of these names; None where there is no second process."""
+    """The Launched that the variables of these names describe; None where there is no second process."""
     size = number(environ, size_name, 1)
     if size <= 1:
         return None
@@ -210,13 +210,13 @@ def of_variables(launcher, environ, rank_name, size_name, local_name, num_local_
 
 
 def local_key(environ, *names) -> str:
-    """A name of the job among those on this machine, for a file of the system's temporary folder: the user is part of it."""
+    """A name for the job among those on this machine, for a file in the system's temporary folder; the user id is part of it."""
     job = next((environ[name] for name in names if environ.get(name)), "")
     return f"{os.getuid()}-{job}" if job else f"{os.getuid()}"
 
 
 def number(environ, name: str, default: int | None = None) -> int | None:
-    """A variable's whole number, or `default` if it is not set."""
+    """The whole number in a variable, or `default` if it is not set."""
     text = environ.get(name)
     if not text:
         return default
@@ -226,20 +226,20 @@ def number(environ, name: str, default: int | None = None) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of Slurm's short form of a list: name[01-04,07],other."""
+    """The first machine of a list in Slurm's short form: name[01-04,07],other."""
     match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     first = re.split(r"[,-]", match[2])[0] if match[2] else ""
     return match[1] + first + match[3]
 
 
 def slurm_port(key: str) -> int:
-    """A port that other steps and jobs on the same machine most likely do not take too."""
+    """A port that other steps and jobs on the same machine most likely do not use."""
     job, _, step = key.partition(".")
     return SLURM_PORTS[(17 * int(job) + int(step)) % len(SLURM_PORTS)]
 
 
 def file_name(place: Place) -> str:
-    """Of the file by which the processes of -pi fs meet: another number of processes, or another job, is another file."""
+    """Name of the file by which the processes of -pi fs meet: another number of processes, or another job, has another file."""
     key = re.sub(r"[^\w.-]", "_", place.key)
     return "_".join(filter(None, ("llmc_rendezvous", str(place.num_processes), key))) + ".json"
 

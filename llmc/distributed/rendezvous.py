@@ -1,7 +1,7 @@
 """How several processes meet: all connect to one torch.distributed.TCPStore, claim their ranks there, and wait for the last one.
 
-Who starts again after a crash may find traces of the run before: a file, or a store that is about to go. Neither must confuse it,
-so a store counts only if it answers, says which run it belongs to, and nobody has declared that run lost.
+A process that starts again after a crash may find traces of the previous run: a file, or a store that is about to disappear. Neither
+must confuse it, so a store counts only if it answers, says which run it belongs to, and nobody has declared that run lost.
 """
 
 import json
@@ -21,19 +21,19 @@ from llmc.distributed.network import addresses_for_others, own_address_towards, 
 from llmc.distributed.place import Place, rendezvous_path
 from llmc.errors import UserError, file_error, lines_of
 
-KNOCK_S = 2  # to open a connection
-ANSWER_S = 5  # for a store to say whose it is
-LOST_AFTER_S = 10.0  # without a new beat: on an overloaded machine one was seen to come 5 s late
-TAKEN_AFTER_S = 2 * LOST_AFTER_S  # another process holds this rank, and not one that has crashed, which would be missed by then
+KNOCK_S = 2  # allowed for opening a connection
+ANSWER_S = 5  # allowed for a store to say which run it belongs to
+LOST_AFTER_S = 10.0  # without a new beat a rank is lost: on an overloaded machine one was seen to come 5 s late
+TAKEN_AFTER_S = 2 * LOST_AFTER_S  # a rank that is still taken is held by a living process: a crashed one would be missed by then
 PAUSE_S = 0.2
-VERDICT_KEY = "verdict"  # why the run ends, or nothing yet
+VERDICT_KEY = "verdict"  # why the run ends; empty until then
 OTHER_PORT = "choose another port with -ps HOST:PORT or MASTER_PORT"
 ADVICE = "start all of them with the same flags, and look at what the others print"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the processes that met. `address` is its own, as the store sees it; `processors` are those it may run on."""
+    """One of the processes that met. `address` is its own, as the store sees it; `processors` are the ones it may run on."""
 
     machine: str
     host: str
@@ -51,7 +51,7 @@ class Meeting:
     port: int
     prefix: str
     store: PrefixStore
-    server: TCPStore | None = None  # to be kept: the store lives as long as this object
+    server: TCPStore | None = None  # must be kept: the store lives as long as this object
     members: tuple[Member, ...] = ()
 
     def connect(self, timeout_s: float) -> PrefixStore:
@@ -59,7 +59,7 @@ class Meeting:
 
 
 def beat_key(rank: int) -> str:
-    """Where a rank says that it lives (llmc.distributed.watch)."""
+    """The key under which a rank says that it is alive (llmc.distributed.watch)."""
     return f"beat/{rank}"
 
 
@@ -72,7 +72,7 @@ class Gone(Exception):
 
 
 def meet(place: Place, timeout_s: float) -> Meeting:
-    """Find the others and wait until all are there. Raises UserError if that takes longer than timeout_s."""
+    """Find the other ranks and wait until all are there. Raises UserError if that takes longer than timeout_s, or this rank is taken."""
     deadline = time.monotonic() + timeout_s
     opens = place.rank == 0 and place.method != "agent"
     taken_since = None
@@ -85,14 +85,14 @@ def meet(place: Place, timeout_s: float) -> Meeting:
             taken_since = taken_since or time.monotonic()
             if time.monotonic() > min(taken_since + TAKEN_AFTER_S, deadline):
                 raise UserError(str(taken)) from None
-        except (Gone, DistError):  # the process that held the store ended meanwhile; another may take its place
+        except (Gone, DistError):  # the process that held the store has ended; another may take its place
             if time.monotonic() > deadline:
                 raise UserError(f"the process that held the {place.num_processes} together ended before all had come; {ADVICE}") from None
         time.sleep(PAUSE_S)
 
 
 class Taken(Exception):
-    """Another process has this rank, or had it a moment ago."""
+    """Another process holds this rank, or held it a moment ago."""
 
 
 # ----------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Taken(Exception):
 
 
 def open_store(place: Place, timeout_s: float) -> Meeting:
-    """Listen, and with -pi fs say where in a file."""
+    """Open the store and listen; with -pi fs, write where it listens into a file."""
     if (
         place.method == "fs"
         and (there := answers(read_card(place)))
@@ -123,13 +123,13 @@ def open_store(place: Place, timeout_s: float) -> Meeting:
 
 
 def greet(meeting: Meeting, store, run: str) -> None:
-    """What others must know before they join: the run's key and size."""
+    """Put into the store what others must know before they join: the run's key and size."""
     store.set("hello", json.dumps({"run": run, "num_processes": meeting.place.num_processes}))
     meeting.store.set(VERDICT_KEY, "")
 
 
 def write_card(place: Place, card: dict) -> None:
-    """The file of -pi fs: under its name it is whole or not there."""
+    """Write the file of -pi fs: under its name it is whole or not there."""
     path = rendezvous_path(place)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -142,7 +142,7 @@ def write_card(place: Place, card: dict) -> None:
 
 
 def read_card(place: Place) -> dict | None:
-    """What rank 0 wrote, now or in an earlier run; None if there is nothing to be read."""
+    """What rank 0 wrote into the file, in this run or an earlier one; None if there is nothing to read."""
     try:
         card = json.loads(rendezvous_path(place).read_text())
         return card if {"addresses", "machine", "port", "run"} <= card.keys() else None
@@ -151,7 +151,7 @@ def read_card(place: Place) -> dict | None:
 
 
 def remove_card(place: Place, run: str) -> None:
-    """Once all have joined nobody needs the file."""
+    """Remove this run's file: once all have joined nobody needs it."""
     card = read_card(place)
     if card and card["run"] == run:
         with suppress(OSError):
@@ -159,7 +159,7 @@ def remove_card(place: Place, run: str) -> None:
 
 
 # ----------------------------------------------------------------------------
-# the others: finding it
+# the other ranks: finding the store
 
 
 def find_store(place: Place, timeout_s: float, deadline: float) -> Meeting:
@@ -212,7 +212,7 @@ class Found:
 
 
 def answers(card: dict | None) -> Found | None:
-    """The store a card leads to, if it is still that of the run that wrote the card."""
+    """The store that a card leads to, if it still belongs to the run that wrote the card."""
     if card is None:
         return None
     addresses = ["127.0.0.1"] if card["machine"] == this_machine() else card["addresses"]
@@ -224,9 +224,9 @@ def answers(card: dict | None) -> Found | None:
 
 
 def knock(address: str, port: int, agent: bool = False) -> Found | None:
-    """A connection to the store at address:port; None if nobody listens there, or somebody else.
+    """A connection to the store at address:port; None if nothing listens there, or something else does.
 
-    In a thread of its own: torch waits for ever for the greeting of a listener that is no store.
+    The store is asked in a thread of its own, because torch waits for ever for the greeting of a listener that is not a store.
     """
     try:
         socket.create_connection((address, port), timeout=KNOCK_S).close()
@@ -247,7 +247,7 @@ def knock(address: str, port: int, agent: bool = False) -> Found | None:
 
 
 # ----------------------------------------------------------------------------
-# all of them: joining
+# all ranks: joining
 
 
 def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
@@ -264,7 +264,7 @@ def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
 
 
 def claim(meeting: Meeting) -> None:
-    """Enter this rank into the store, and who it is."""
+    """Enter this rank into the store, and which process holds it. Raises Gone or Taken."""
     place, store = meeting.place, meeting.store
     if place.method != "agent" and store.get(VERDICT_KEY):
         raise Gone
@@ -276,18 +276,18 @@ def claim(meeting: Meeting) -> None:
 
 
 def everybody(meeting: Meeting, what: str, deadline: float = inf) -> bool:
-    """Wait until every rank has come to this call; whether that was in time."""
+    """Wait until every rank has made this call. Returns whether that was before the deadline."""
     store = meeting.store
     if store.add(what, 1) == meeting.place.num_processes:
         store.set(f"all {what}", "")
-    while not came(store, f"all {what}"):  # in short waits, so that Ctrl-C is heard between them
+    while not came(store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them
         if time.monotonic() > deadline:
             return False
     return True
 
 
 def came(store, key: str) -> bool:
-    """Whether a key is there, after a short wait for it."""
+    """Whether a key is in the store, after waiting up to one second for it."""
     try:
         store.wait([key], timedelta(seconds=1))
     except DistStoreError:

@@ -1,10 +1,10 @@
-"""What the ranks that train one model do together: gradients summed, weights gathered, layer by layer, beside the computing.
+"""What the ranks that train one model do together: they sum gradients and gather weights, layer by layer, while they compute.
 
-What of it a rank holds whole, and what only a share of, is the plan's business (ZeRO, Rajbhandari et al. 2019). Every stage sums the
+The plan decides what a rank holds whole and what it holds only a share of (ZeRO, Rajbhandari et al. 2019). Every stage sums the
 same tensors in the same shares and updates the same elements with the same noise, so all stages give the same bits. With several
-micro-steps stages 2 and 3 must sum over ranks before they add up micro-steps; the others do so too unless they are told to send
-less. (On a CPU without numba torch rounds the last elements of a tensor otherwise than whole vectors: there shares must
-be multiples of 16 elements for that.)
+micro-steps stages 2 and 3 must sum over ranks before they add up micro-steps; stages 0 and 1 do so too unless they are told to send
+less (--reduce-every-micro-step 0). On a CPU without numba, torch rounds the last elements of a tensor differently from whole vectors,
+so there the bits are the same only if shares are multiples of 16 elements.
 """
 
 import torch
@@ -35,75 +35,79 @@ class Alone:
         return self._checkpoints_written
 
     def moved(self):
-        """Say that something long goes on, so that nobody takes it for a hang."""
+        """Say that something long still goes on, so that nobody takes it for a hang."""
 
     def anybody(self, says: bool) -> bool:
-        """Whether any rank says so. All must ask, as they wait for one another."""
+        """Whether any rank `says` so. All ranks must make this call, as they wait for one another."""
         return says
 
     def total(self, number: float) -> float:
-        """The sum of all ranks' numbers."""
+        """The sum of the numbers of all ranks that have the same part of the model, and so data of their own."""
         return number
 
     def attach(self, model):
-        """Take the model whose weights are shared: its arenas exist, its layers do not yet."""
+        """Take over the model whose weights are shared. Its arenas exist already, its layers do not."""
         self._flat = model.flat
 
     def need(self, key, then=None):
-        """Weights of a group are about to be read; `then` is the group after it, which may come in meanwhile."""
+        """The weights of group `key` are about to be read; those of group `then`, which is next, may be gathered meanwhile."""
 
     def release(self, key):
-        """Weights of a group are not read any more before they are needed again: their slot may be used for something else."""
+        """The weights of group `key` are not read again before the next need(key): their slot may be used for something else."""
 
     def settle(self):
-        """Wait until weights that are held whole are complete, and give up all slots: their memory may be used for something else."""
+        """Wait for all weights that are being gathered, and give up all slots: their memory may be used for something else."""
 
     def whole_weights(self):
-        """All weights in file order, flat tensors that are each overwritten by the next; all ranks must take each."""
+        """Yields all weights in file order, as flat tensors, each of which the next may overwrite. All ranks must take all of them."""
         yield self._flat["parameters"]
 
     def barrier(self):
-        """All ranks have come here."""
+        """Wait until all ranks have come here."""
 
     def clear(self, key):
-        """Gradients of a group are about to be written."""
+        """The gradients of group `key` are about to be written."""
 
     def complete(self, key, adding: bool, last: bool):
-        """Gradients of a group are complete for this micro-step, the `last` of the step or not; `adding` to those before."""
+        """The gradients of group `key` are complete for this micro-step.
+
+        adding  whether they add to those of earlier micro-steps
+        last    whether this is the last micro-step of the step
+        """
 
     def finish(self):
-        """All sums that were begun are there."""
+        """Wait for all sums that were begun."""
 
     def combine(self, numbers, loss_sum, grad_norm):
-        """Loss and norm of this rank become those of all."""
+        """This rank's loss sum and norm become those of all ranks; `numbers` is scratch for what each rank sends."""
 
     def gradients(self):
-        """The flat gradients that this rank takes the norm of."""
+        """The flat gradients of which this rank computes the norm."""
         return self._flat["gradients"]
 
     def updated(self):
-        """The flat arenas that this rank updates, with what they hold now."""
+        """The flat arenas that this rank updates, with their present contents."""
         return self._flat
 
     def spread(self):
-        """The update of those is done."""
+        """The update of those arenas is done: begin to give the new weights to the ranks that need them."""
 
 
 class Sharing(Alone):
     """One of several ranks; `plan` says how many, and the ZeRO stage.
 
-    group  of the ranks with the same part of the model, which share its gradients and weights
-    parts  Divided of the ranks with the same data, whose parts make up the model, or Undivided
-    whole  Group of all
-    moved  what to call while something long goes on
+    group  Group of the ranks with the same part of the model, which share its gradients and weights
+    parts  Divided, over the ranks with the same data, whose parts make up the model; or Undivided
+    whole  Group of all ranks
+    moved  called to say that something long still goes on
     """
 
     def __init__(self, plan, group, parts=None, whole=None, moved=None):
         self.options, self.group, self.parts, self.whole = plan.options, group, parts or Undivided(), whole or group
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
         self._weight_groups, self._gradient_groups = (groups(plan.options.config) for groups in (weight_groups, gradient_groups))
-        self._sums, self._coming = {}, {}  # group -> handle; of gradients and of weights
-        self._in_slot = {}  # slot -> group whose weights it has, or is being given
+        self._sums, self._coming = {}, {}  # group -> (handle, adding, last) of its gradients; group -> handle of its weights
+        self._in_slot = {}  # slot -> group whose weights it holds or is receiving
         self._spreading = []
         self.moved = moved or super().moved
         assert self.size == plan.options.ranks
@@ -150,7 +154,7 @@ class Sharing(Alone):
             self._fetch(then)
 
     def _fetch(self, key):
-        """Begin to gather sharded weights into their slot, unless it has them."""
+        """Begin to gather a group's sharded weights into their slot, unless it holds them already."""
         slot = weight_slot(key)
         if self._in_slot.get(slot) != key:
             self._wait_for_weights(self._in_slot.get(slot))
@@ -199,13 +203,13 @@ class Sharing(Alone):
         if not self.options.shares:
             self._sums[key] = self.group.sum_whole(self._gradients[key]), adding, last
             return
-        if self.stage == 0:  # the sums before can be spread while these come together
+        if self.stage == 0:  # earlier sums can be spread while these are summed
             for other in list(self._sums):
                 self._take(other)
         self._sums[key] = self.group.sum_shares(self._gradients[key]), adding, last
 
     def _take(self, key):
-        """Wait for the sums of a group, and do with them what the stage wants: spread them, leave them, or keep a share."""
+        """Wait for the sums of a group, then do what the stage requires: spread them, leave them in place, or keep this rank's share."""
         handle, adding, last = self._sums.pop(key)
         handle.wait()
         spread = self.stage == 0 and self.options.shares and last
@@ -225,7 +229,7 @@ class Sharing(Alone):
             self._spreading.pop().wait()
 
     def _norm_of_undivided(self):
-        """Of the gradients that all parts have alike, in what gradients() gave."""
+        """Norm of those gradients from gradients() that are the same on all parts of the model."""
         flat = self._gradient_shares if self.options.shares else self._flat["gradients"]
         tensors = [t for t in self._model.layout_of("gradients", self.options.shares) if t.parameter.split is None]
         norms = [torch.linalg.vector_norm(flat[t.start : t.start + t.layers * t.elements], dtype=torch.float32) for t in tensors]
@@ -234,7 +238,7 @@ class Sharing(Alone):
     def gradients(self):
         if not self.options.shares:
             return self._flat["gradients"]
-        if not self.options.reduces_always:  # else they are there already
+        if not self.options.reduces_always:  # else they are packed already
             for packed, whole in self._shares("gradient_share", "gradients"):
                 packed.copy_(whole)
         return self._gradient_shares
@@ -247,7 +251,7 @@ class Sharing(Alone):
         mine[3] = float(self._wants_to_stop)
         mine[4] = float(self._checkpoints_written)
         self.whole.gather_shares([numbers.view(-1)]).wait()
-        wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and in order: the same everywhere
+        wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and summed in order: the same on every rank
         loss_sum.copy_(wide[:, 0, 0].sum())
         if o.shares or o.tensor_parallel > 1:
             whole, undivided = wide[: o.ranks if o.shares else 1, :, 1:3].square().unbind(2)
@@ -274,7 +278,7 @@ class Sharing(Alone):
             self._coming[key] = self.group.gather_shares(tensors)
 
     def _shares(self, packed, arena):
-        """(this rank's share of a tensor, packed; the same where it lies in an arena that holds everything), both (layers, n)."""
+        """Yields for each tensor (this rank's share, packed; the same share within an arena that holds everything), both (layers, n)."""
         packed, arena = self._acts[packed], self._flat[arena]
         for t in self._layout.values():
             whole = arena[t.whole_start : t.whole_start + t.layers * t.whole_elements]

@@ -1,8 +1,9 @@
-"""Tensor parallelism: the ranks of a group each have a part of every layer's heads and channels, and of the vocabulary.
+"""Tensor parallelism: each rank of a group has a part of every layer's heads and channels, and of the vocabulary.
 
-Between the matmuls each has a part of the rows of the stream (Korthikanti et al. 2022). What a matmul needs of all rows is gathered
-into one place in the arena that all layers take turns in, and what it gives of all rows, a part of a sum, is written there and
-summed into each rank's rows. Nothing that was gathered is kept for backward, unless the plan says so: it is gathered again.
+Between the matmuls each rank has a part of the rows of the stream (Korthikanti et al. 2022). Where a matmul needs the rows of all
+parts, they are gathered into one buffer in the arena, which all layers take turns in. Where a matmul gives a partial sum for all rows,
+it writes that buffer, which is then summed over parts into each rank's own rows. Gathered rows are not kept for backward, unless the
+plan says so: they are gathered again.
 """
 
 from bisect import bisect_left
@@ -14,69 +15,69 @@ from llmc.layers.fused_classifier import sliced_classifier_inplace
 
 
 class Undivided:
-    """One part: all of it is here."""
+    """The only part: all of the model is here."""
 
     rank, size = 0, 1
     encoder_forward = None  # the model's own
 
     def attach(self, model):
-        """Take the model that is divided: its arenas exist."""
+        """Take over the model that is divided. Its arenas exist already."""
 
     def own_rows(self, x):
-        """This part's rows (B, s, C) of x (B, T, C): as many neighbours of all B*T, a view."""
+        """This part's rows (B, s, C) of x (B, T, C): B*s consecutive ones of all B*T, as a view."""
         return x
 
     def gathered(self, x):
-        """The rows of all parts: (B, T, C) of x (B, s, C), which is this part's."""
+        """The rows of all parts (B, T, C), given x (B, s, C), this part's."""
         return x
 
     def still_gathered(self, x):
-        """The same, where nothing else was gathered since and x has not changed."""
+        """The same, but gathered again only if the stream was used for something else since. x must not have changed."""
         return x
 
     def gather_in_place(self, rows):
-        """The rows (B, T, C) of all parts, of which this part's are there."""
+        """Fill rows (B, T, C) with those of all parts; this part's are in their place already."""
 
     def partial(self, out):
-        """Where to write what is to be summed into out (B, s, C): (B, T, C)."""
+        """Where to write this part's partial sum (B, T, C), which sum_partial(out) is to sum into out (B, s, C)."""
         return out
 
     def sum_partial(self, out):
-        """out becomes this part's rows of the sum of what all parts wrote."""
+        """out becomes this part's rows of the sum of what all parts wrote to partial(out)."""
 
     def bias(self, bias):
-        """The bias of a matmul whose results are summed: it goes with one of them."""
+        """The bias for a matmul whose results are summed over parts: only the first part adds it, the others get None."""
         return bias
 
     def own_order(self, order):
-        """The TokenOrder of those of a batch's tokens that this part has, by their number in it."""
+        """The part of a batch's TokenOrder for the tokens in this part's vocabulary, numbered from its first one."""
         return order
 
     def head_rows(self, lnf, chunk):
-        """The rows (n, C) of all parts that a chunk, a slice of each part's rows, is made of."""
+        """The rows (n, C) of all parts in a chunk, which is the same slice of each part's rows of lnf."""
         return lnf.view(-1, lnf.shape[2])[chunk]
 
     def sum_head_rows(self, lnf, chunk):
-        """Those of lnf become the sum of what all parts wrote over head_rows."""
+        """This part's rows of the chunk in lnf become the sum of what all parts wrote over head_rows."""
 
     def embedding(self, wte, token):
         """A token's row of the whole wte."""
         return wte[token]
 
     def sum_row(self, x):
-        """x becomes the sum of all parts'."""
+        """x becomes its sum over all parts."""
 
     def whole_row(self, logits):
-        """(1, Vp) of all parts' logits (1, w)."""
+        """The logits (1, Vp) of one row, from all parts' logits (1, w)."""
         return logits
 
 
 class Divided(Undivided):
-    """One of several parts, whose Group it is given."""
+    """One of several parts, given the Group of their ranks."""
 
     def __init__(self, group):
         self.group, self.rank, self.size = group, group.rank, group.size
-        self._holds = None  # which tensor's rows the stream has
+        self._holds = None  # the address of the tensor that was gathered into the stream
 
     def attach(self, model):
         assert self.size == model.plan.options.tensor_parallel
@@ -134,9 +135,9 @@ class Divided(Undivided):
         own.masked_fill_(others, 0)
         rows = stream.view(-1, stream.shape[2])
         torch.index_select(wte, 0, own.view(-1), out=rows)
-        rows.masked_fill_(others.view(-1, 1), 0)  # what all other parts add is zero, so the sum is exact
+        rows.masked_fill_(others.view(-1, 1), 0)  # all other parts add zero, so the sum is exact
         self.sum_partial(out)
-        out, positions = out.view(-1, out.shape[2]), own.view(-1)[: len(rows) // self.size]  # both rooms are free again
+        out, positions = out.view(-1, out.shape[2]), own.view(-1)[: len(rows) // self.size]  # both buffers are free again
         torch.arange(self.rank * len(out), (self.rank + 1) * len(out), out=positions).remainder_(inputs.shape[1])
         out.add_(torch.index_select(wpe, 0, positions, out=rows[: len(out)]))
 
@@ -160,9 +161,9 @@ class Divided(Undivided):
         return row
 
     def classify(self, logits, chunk, scratch, *, V, dloss, rows_at_once):
-        """fused_classifier_inplace, where logits (n, w) are this part's columns of a chunk's rows; all parts add the same losses.
+        """fused_classifier_inplace where logits (n, w) are this part's columns of a chunk's rows. All parts add the same losses.
 
-        scratch: losses and targets (B, T), head_targets (>= n,) int64, and what sliced_classifier_inplace wants.
+        scratch: losses and targets (B, T), head_targets (>= n,) int64, and what sliced_classifier_inplace needs.
         """
         targets = scratch["head_targets"][: len(logits)]
         targets.view(self.size, -1).copy_(scratch["targets"].view(self.size, -1)[:, chunk])

@@ -1,7 +1,7 @@
-"""What is the matter with a run of several processes, judged from their beats. No store, no threads: llmc.distributed.watch has those.
+"""What is wrong with a run of several processes, judged from their beats. The store and the threads are in llmc.distributed.watch.
 
-How long something has not changed is measured by the observer's own clock: clocks of machines are never compared. While the observer
-was itself suspended no time has passed.
+How long something has not changed is measured by the observer's own clock: the clocks of different machines are never compared. Time
+in which the observer itself was suspended does not count.
 """
 
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from llmc.distributed.rendezvous import LOST_AFTER_S, Member
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE
 
-DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so that nothing else is held against anyone
-SETTLE_S = LOST_AFTER_S + 2  # a collective that failed had another reason than a lost rank if none has shown by then
-LONGEST_LOOK_S = 1.0  # between two looks; more is a time in which this process did not run
-FINAL_CODES = (INPUT_CODE, MEMORY_CODE, INTERRUPT_CODE)  # of a rank that stopped: trying again cannot help the others either
+DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so nobody is judged for anything else
+SETTLE_S = LOST_AFTER_S + 2  # if no lost rank has shown by then, a collective failed for another reason
+LONGEST_LOOK_S = 1.0  # the longest time counted between two looks: in any more, this process did not run
+FINAL_CODES = (INPUT_CODE, MEMORY_CODE, INTERRUPT_CODE)  # of a rank that stopped: starting all again cannot help then
 DONE = "done"
 START_AGAIN = "start all ranks again, with -y 1 to resume"
 
@@ -22,18 +22,18 @@ class Beat:
     """What a process says of itself."""
 
     count: int = 0
-    sequence: int = 0  # calls of progress(): every rank makes the same ones, so whoever has fewer is behind
-    moves: int = 0  # calls of moved(): they say no more than that this rank does something
+    sequence: int = 0  # calls of progress(): every rank makes the same ones, so a rank with fewer is behind
+    moves: int = 0  # calls of moved(): they say only that this rank does something
     progress: str = "its start"
     left: str = ""  # why it ended: DONE, or what the others should know
     code: int = 0  # with which exit code
-    failed: str = ""  # what a collective said that did
-    read: bool = False  # it knows the verdict
+    failed: str = ""  # the error of a collective that failed
+    read: bool = False  # whether it knows the verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the store said last. beats: of all ranks in rank 0, of rank 0 in the others. verdict: as published, or empty."""
+    """What the store said last. beats: all ranks' for rank 0, rank 0's for the others. verdict: as published, or empty."""
 
     exchanges: int = 0
     beats: dict[int, Beat] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why the run cannot go on. Only `speaker` prints it; None: each machine settles who does."""
+    """Why the run cannot go on. Only rank `speaker` prints it; if that is None, each machine settles who does."""
 
     sentence: str
     code: int = LOST_CODE
@@ -51,23 +51,23 @@ class Verdict:
 
 
 class Judge:
-    """Rank 0 judges all; the others miss rank 0, or the store."""
+    """Rank 0 judges all ranks; the others only notice when rank 0 or the store is gone."""
 
     def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool):
         """has_agent: torchrun holds the store, not rank 0."""
         self.rank, self.members, self.timeout_s, self.has_agent = rank, members, timeout_s, has_agent
-        self.waits_silently = False  # set where a collective that lasts too long raises nothing, as NCCL's: that is noticed here then
+        self.waits_silently = False  # True where a collective that lasts too long raises nothing, as NCCL's do: the judge notices it
         self.seconds, self.last_look = 0.0, None
-        self.since: dict[object, tuple] = {}  # what is observed -> its value, and when that was new
+        self.since: dict[object, tuple] = {}  # what is observed -> (its value, since when it has had it)
 
     def look(self, now: float) -> None:
-        """The time, by a clock that only this process reads."""
+        """Advance the time that durations are measured by. now: from a clock that only this process reads."""
         if self.last_look is not None:
             self.seconds += min(now - self.last_look, LONGEST_LOOK_S)
         self.last_look = now
 
     def unchanged_s(self, what, value) -> float:
-        """For how long `value` of something has been the same."""
+        """For how long something has had the same `value`."""
         if what not in self.since or self.since[what][0] != value:
             self.since[what] = value, self.seconds
         return self.seconds - self.since[what][1]
@@ -91,7 +91,7 @@ class Judge:
         return None
 
     def verdict_on_all(self, beats: dict[int, Beat]) -> Verdict | None:
-        """Who is the matter: those who said why they stopped, those who are silent, then those who do not move."""
+        """What ends the run, if anything: a rank that said why it stopped, else one that is silent, else one that does not move."""
         silent_s = {rank: self.silent_s(rank, beat) for rank, beat in beats.items()}
         unmoved_s = {rank: self.unchanged_s(("progress", rank), (beat.sequence, beat.moves)) for rank, beat in beats.items()}
         failed = [rank for rank, beat in beats.items() if beat.failed]
@@ -108,7 +108,7 @@ class Judge:
         return self.hangs(beats, unmoved_s, failed if failed_s > SETTLE_S else [])
 
     def hangs(self, beats: dict[int, Beat], unmoved_s: dict[int, float], failed: list[int]) -> Verdict | None:
-        """Every heart beats. Whoever is behind and does not move is waited for, and whoever did not wait where the others timed out."""
+        """All ranks beat: the one that hangs is behind and does not move, or was not waiting when the others' collectives timed out."""
         ahead = max(beats, key=lambda rank: (rank in failed, beats[rank].sequence))
         hung = [rank for rank in beats if unmoved_s[rank] > self.timeout_s and beats[rank].sequence < beats[ahead].sequence]
         if not hung and any("timed out" in beats[rank].failed.lower() for rank in failed):

@@ -1,8 +1,8 @@
 """Ends this process, with a sentence and an exit code, when another one of the run is gone, hangs or has stopped.
 
 Each process beats: about once a second it puts a counter and its progress into the store. Rank 0 reads all beats and publishes a
-verdict, which the others read. Threads do this, because the main one may wait for ever in a collective, and two of them: one talks to
-the store, which may never answer again, and one judges by what was last heard (llmc.distributed.verdict).
+verdict, which the others read. Threads do this, because the main thread may wait for ever in a collective. There are two: one talks
+to the store, which may never answer again, and one judges by what was last heard (llmc.distributed.verdict).
 """
 
 import atexit
@@ -22,9 +22,9 @@ from llmc.errors import RankLost
 
 PERIOD_S = 1.0  # between beats
 TICK_S = 0.25  # between looks at them
-FAREWELL_S = 3.0  # for a last word to be read
-EXPLAIN_S = SETTLE_S + 2 * FAREWELL_S  # for a verdict, once a collective has failed
-END_S = 10.0  # for the main thread to end by itself once it knows why
+FAREWELL_S = 3.0  # allowed for a last message to be read
+EXPLAIN_S = SETTLE_S + 2 * FAREWELL_S  # allowed for a verdict, once a collective has failed
+END_S = 10.0  # allowed for the main thread to end by itself once it knows why
 
 
 class Watch:
@@ -36,7 +36,7 @@ class Watch:
         self.store = meeting.connect(LOST_AFTER_S)
         self.mine, self.moves, self.heard = Beat(), 0, Heard()
         self.verdict: Verdict | None = None
-        self.speaks = True  # of the verdict, unless another rank does
+        self.speaks = True  # whether this rank prints the verdict; False if another one does
         self.explaining = self.closing = self.stopping = False
         self.lock, self.wake, self.sent, self.decided, self.heard_out = Lock(), Event(), Event(), Event(), Event()
         atexit.register(self._at_exit)
@@ -47,24 +47,24 @@ class Watch:
     # ---- what the program calls
 
     def progress(self, what: str) -> None:
-        """Say what the main thread begins now. Every rank makes the same calls, so that their number tells who is behind."""
+        """Say what the main thread begins now. Every rank makes the same calls, so their number tells who is behind."""
         with self.lock:
             self.mine = replace(self.mine, sequence=self.mine.sequence + 1, progress=what)
 
     def moved(self) -> None:
-        """Say that this rank goes on with what it began, be it alone: counts as no progress that others could be behind."""
-        self.moves += 1  # of several threads at once one may be lost, which does not matter
+        """Say that this rank still goes on with what it began. Ranks need not make the same calls: none falls behind by these."""
+        self.moves += 1  # if several threads do this at once, an increment may be lost, which does not matter
 
     def leave(self, reason: str, code: int) -> None:
         """Say why this process is about to end with an exit code, so that the others end too. The first reason counts."""
         if self.mine.left or self.verdict:
             return
         self._say(left=" ".join(reason.split()), code=code)
-        if self.rank == 0:  # its end may be that of the store, where the others have yet to read the verdict
+        if self.rank == 0:  # the store may end with it, and the others have yet to read the verdict there
             self.heard_out.wait(2 * FAREWELL_S)
 
     def explain(self, error: BaseException) -> RankLost | None:
-        """Why a collective failed: waits until it is known who is gone. None if `error` is no collective's."""
+        """Why a collective failed, after waiting for a verdict on who is gone. None if `error` is not from a collective."""
         if not is_of_a_collective(error):
             return None
         with self.lock:
@@ -75,22 +75,22 @@ class Watch:
         return RankLost(self.verdict.sentence, self.verdict.code, said_elsewhere=not self.speaks)
 
     def close(self) -> None:
-        """End in order, once every rank has come here."""
+        """End in an orderly way, once every rank has come here."""
         self.closing = True
         self._say(left=DONE)
         deadline = time.monotonic() + FAREWELL_S
         while self.rank == 0 and time.monotonic() < deadline and not all(beat.left for beat in self.heard.beats.values()):
-            self.wake.set()  # the others need its store for their last word
+            self.wake.set()  # the others need rank 0's store for their last message
             time.sleep(TICK_S)
         self.stopping = True
         self.wake.set()
-        for thread in self.threads:  # Python must not be taken down under them
+        for thread in self.threads:  # Python must not shut down under them
             thread.join(2 * PERIOD_S)
 
     # ---- talking to the store
 
     def _say(self, **fields):
-        """Put something into the store at once, or as soon as it answers."""
+        """Change this beat, and put it into the store at once, or as soon as the store answers."""
         with self.lock:
             self.mine = replace(self.mine, **fields)
         self.sent.clear()
@@ -98,7 +98,7 @@ class Watch:
         self.sent.wait(2 * PERIOD_S)
 
     def _exchange(self):
-        """Write this beat and read the others', until the end."""
+        """Write this process's beat and read the others', until the end."""
         ranks = range(len(self.members)) if self.rank == 0 else range(1)
         keys, count = [*map(beat_key, ranks), VERDICT_KEY], 0
         try:
@@ -111,7 +111,7 @@ class Watch:
                     self.sent.set()
                 self.wake.wait(PERIOD_S)
                 self.wake.clear()
-        except RuntimeError:  # all of torch's are
+        except RuntimeError:  # which all of torch's errors are
             self.heard = replace(self.heard, lost=True)
             self.sent.set()
 
@@ -129,16 +129,16 @@ class Watch:
             time.sleep(TICK_S)
 
     def _carry_out(self, verdict: Verdict):
-        """Let everybody know, then end this process: by its main thread if that asks why a collective failed, else here and at once."""
+        """Let the others know, then end this process: by its main thread if that is waiting in explain(), else here and at once."""
         if self.rank == 0:
             self._publish(verdict)
-        elif not self.mine.left and verdict.speaker is not None:  # else nobody is there to be told
+        elif not self.mine.left and verdict.speaker is not None:  # else there is nobody to tell
             self._say(read=True)
         if self.mine.left:
             return  # it ends by itself, for its own reason
         self.speaks = self._speaks(verdict)
         if verdict.speaker is None:
-            time.sleep(2 * PERIOD_S)  # others of this machine, a little later to notice, ask whether this process lives
+            time.sleep(2 * PERIOD_S)  # other ranks on this machine, which notice a little later, check whether this one is alive
         with self.lock:
             self.verdict = verdict
             explaining = self.explaining
@@ -146,11 +146,11 @@ class Watch:
             self.decided.set()
             time.sleep(END_S)
         elif self.speaks:
-            os.write(2, f"error: {verdict.sentence}\n".encode())  # no print: the main thread may hold its lock
+            os.write(2, f"error: {verdict.sentence}\n".encode())  # not print: the main thread may hold its lock
         os._exit(verdict.code)
 
     def _publish(self, verdict: Verdict):
-        """Put the verdict where the others read it, and wait until those who live have."""
+        """Put the verdict where the others read it, and wait until those that are alive have read it."""
         deadline = time.monotonic() + FAREWELL_S
         with suppress(RuntimeError):
             if not self.heard.lost:
@@ -167,7 +167,7 @@ class Watch:
         return rank == 0 or beat.read or bool(beat.left) or self.judge.silent_s(rank, beat) > LOST_AFTER_S
 
     def _speaks(self, verdict: Verdict) -> bool:
-        """Whether this rank is the one to print it. Where nobody can ask who lives, it is the lowest that does on each machine."""
+        """Whether this rank prints the verdict. Where the verdict names no speaker, the lowest living rank of each machine does."""
         if verdict.speaker is not None:
             return self.rank == verdict.speaker
         machine = self.members[self.rank].machine
@@ -175,9 +175,9 @@ class Watch:
         return not any(map(is_alive, lower))
 
     def _at_exit(self):
-        """The last word of a process that does not end in order.
+        """The last message of a process that does not end in an orderly way.
 
-        Torch would abort where collectives are unfinished, and Python where a thread is in the store, so neither gets the chance.
+        Torch would abort if collectives are unfinished, and Python if a thread is in the store, so os._exit gives neither the chance.
         """
         if self.mine.left == DONE or os.getpid() != self.process:
             return
@@ -190,12 +190,12 @@ class Watch:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether torch's collectives said it: they raise RuntimeError for everything."""
+    """Whether an error comes from torch's collectives, which raise RuntimeError for everything."""
     return isinstance(error, DistError) or isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo", "NCCL", "c10d"))
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this machine runs: neither ended nor suspended."""
+    """Whether a process of this machine runs, that is, has neither ended nor been suspended."""
     try:
         with open(f"/proc/{process}/stat") as f:
             return f.read().rpartition(")")[2].split()[0] not in "ZTtX"

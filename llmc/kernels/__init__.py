@@ -1,4 +1,4 @@
-"""Triton kernels for everything that is not a matmul: one pass over memory each, and attention in bf16; deterministic to the bit.
+"""Triton kernels for everything that is not a matmul, one pass over memory each, and attention in bf16. All are deterministic to the bit.
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports triton; a machine without it
 trains with the torch operations.
@@ -22,12 +22,12 @@ def why_no_kernels(capability: tuple[int, int]) -> str:
 
 
 def too_old(capability: tuple[int, int]) -> str:
-    """The reason why no card of this compute capability runs them; empty if one does."""
+    """The reason why no card of this compute capability can run the kernels; empty if one can."""
     return "" if capability >= OLDEST_CAPABILITY else "they need a card of SM80 or later"
 
 
 def launch_problem(device="cuda") -> str:
-    """Why a kernel cannot be launched on a device, empty if it can: Triton builds its launchers with a C compiler."""
+    """Why a kernel cannot be launched on a device; empty if it can. Triton needs a C compiler, to build its launchers."""
     import torch
 
     try:
@@ -60,7 +60,7 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
 
 
 def attention_operations(kind: str, functions: dict) -> dict:
-    """Name -> function: attention_forward, attention_backward and attention_one_row, which numba's own replace."""
+    """Name -> function: attention_forward, attention_backward and attention_one_row. numba's own replace the first two."""
     if kind == "cpu":
         return cpu_attention()
     if kind == "triton":
@@ -76,7 +76,7 @@ MATMULS = ("matmul_forward", "matmul_dinput", "matmul_dweight")
 
 
 def matmul_operations(matmul: str, kernels: str) -> dict:
-    """Name -> function, of the matmuls."""
+    """Name -> function, for the matmuls."""
     if matmul == "fp8":
         return fp8_matmuls(kernels)
     if matmul == "numba":
@@ -87,14 +87,14 @@ def matmul_operations(matmul: str, kernels: str) -> dict:
 
 
 def fp8_matmuls(kernels: str) -> dict:
-    """Name -> function, of the matmuls in FP8, and of what comes before a pair of them in backward."""
+    """Name -> function, for the FP8 matmuls, and for matmul_dout, which precedes a pair of them in backward."""
     from llmc.layers import matmul_fp8 as source
 
     return {name: partial(getattr(source, name), fp8_operand=fp8_operand_of(kernels)) for name in (*MATMULS, "matmul_dout")}
 
 
 def fp8_operand_of(kernels: str):
-    """fp8_operand, Triton's or the one of torch's operations."""
+    """fp8_operand: the Triton kernel, or the one made of torch's operations."""
     if kernels == "triton":
         from llmc.kernels.fp8 import fp8_operand as function
     else:
@@ -103,7 +103,7 @@ def fp8_operand_of(kernels: str):
 
 
 def other_matmuls(matmul: str) -> list:
-    """Functions of (out, a, b), square matrices, that multiply otherwise than torch's: to measure."""
+    """Functions of (out, a, b), square matrices, that multiply by other means than torch's matmul: to be measured."""
     if matmul != "numba":
         return []
     from llmc.kernels_cpu.matmul import square_multiplier

@@ -1,18 +1,18 @@
 """AdamW over the whole arena in one launch, in every form of weights and moments: see llmc/layers/adamw.py.
 
-A program handles a piece of one layer of one tensor, so its place in the noise, its seeds and its decay are the same for all
-elements. What changes from step to step lies in device memory, so that a captured launch can be used again.
-The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits; but for
-the last few elements of a tensor whose size is no multiple of 16, where the CPU's compiler fuses another one.
+A program handles a piece of one layer of one tensor, so its layer, its seeds and its decay are the same for all elements.
+What changes from step to step lies in device memory, so that a captured launch can be used again.
+The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits, except in
+the last few elements of a tensor whose size is no multiple of 16: there the compiler of the CPU's kernel fuses another one.
 """
 
 from llmc.kernels import door
 from llmc.kernels.door import fma, jit, load, round_by, rounding_noise, tl
 from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
 
-CHUNK, ELEMENTS = 8192, 1024  # of a program, and of its working set
-ALIGNMENT = 16  # elements: where every tensor and layer starts at a multiple of it, loads are as wide as they can be
-WEIGHTS, COPY, BITS, NONE = range(4)  # where the fp32 master is: the weights themselves, a copy, in their missing bits, nowhere
+CHUNK, ELEMENTS = 8192, 1024  # elements of a program, and of its working set
+ALIGNMENT = 16  # elements: if every tensor and layer starts at a multiple of it, loads are as wide as they can be
+WEIGHTS, COPY, BITS, NONE = range(4)  # where the fp32 master is: the weights themselves, a copy, the bits they lack, nowhere
 M_SHARE, V_DECAY, V_SHARE, EPS = (tl.constexpr(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON))
 
 
@@ -59,7 +59,7 @@ def _adamw(
         else:
             p = load(weights + at, mask)
 
-        g, m, v = load(grads + at, mask), load(m_state + at, mask), load(v_state + at, mask)  # all before a division, which is a call
+        g, m, v = load(grads + at, mask), load(m_state + at, mask), load(v_state + at, mask)  # all before any division, which is a call
         g = tl.div_rn(g, tl.zeros_like(g) + divisor)
         m = fma(tl.zeros_like(g) + M_SHARE, g - m, m)
         v = fma(g * V_SHARE, g, v * V_DECAY)
@@ -85,12 +85,12 @@ def _adamw(
 
 
 def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    """What launching needs, the same for the same tensors. Scratch: see stage_chunks."""
+    """Returns what launch_adamw_update needs, which is the same for the same tensors. Scratch: see stage_chunks."""
     return stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
 
 
 def launch_adamw_update(flat, staged, scratch):
-    """The update that was staged. Scratch: as there."""
+    """Launch the update that was staged, with the same scratch."""
     layout, programs = staged
     params = flat["parameters"]
     in_fp32 = params.element_size() == 4

@@ -1,13 +1,13 @@
-"""Causal attention, flash style; and dq, dk and dv of torch's kernels into one tensor. See llmc/layers/attention_cpu.py and attention.py.
+"""Causal attention, flash style; and packing dq, dk and dv of torch's kernels. See llmc/layers/attention_cpu.py and attention.py.
 
-A program of forward has the output of a tile of queries of one head, over all keys that they see. Backward is two kernels: in one a
-program has dq of a tile of queries, in the other dk and dv of a tile of keys, over all queries that see them. Both take probabilities anew
-from scores and the log-sum-exp that forward kept: seven products of tiles where five would do. But no two programs add to the same number,
-so bits repeat, and all memory is the plan's. Source: Dao 2023 (FlashAttention-2).
+A program of forward computes the output of a tile of queries of one head, over all keys that they see. Backward is two kernels: a program
+of one computes dq of a tile of queries, a program of the other dk and dv of a tile of keys, over all queries that see them. Both recompute
+probabilities from scores and the log-sum-exp that forward kept: seven products of tiles where five would do. But no two programs add to
+the same number, so bits repeat, and all memory is in the plan. Source: Dao 2023 (FlashAttention-2).
 
-On an H200, of 64 x 12 and 16 x 25 heads of 64 channels and 1024 positions, forward takes two thirds of the time of torch's flash attention,
-and backward 0.65 and 0.53, which is less than cuDNN's. With 128 rows and eight warps backward took 1.45 and 0.80 ms, with 64 and four, so
-that many small programs share a multiprocessor, 1.04 and 0.56; forward gains 5%.
+On an H200, for 64 x 12 and 16 x 25 heads of 64 channels and 1024 positions, forward takes two thirds of the time of torch's flash
+attention, and backward 0.65 and 0.53 of it, which is less than cuDNN takes. Backward took 1.45 and 0.80 ms with tiles of 128 rows and eight
+warps. With 64 rows and four warps many small programs share a multiprocessor, and it takes 1.04 and 0.56; forward gains 5%.
 """
 
 from math import e, log2, sqrt
@@ -20,8 +20,8 @@ from llmc.kernels.door import (
 )  # fmt: skip
 from llmc.memory.tuning import ATTENTION_ROWS
 
-# keys that a tile of queries meets at a time in forward and in backward, queries that a tile of keys does, and warps: where heads have up
-# to 64 channels, and more, for which registers would else not suffice
+# keys that a tile of queries meets at a time, in forward and in backward; queries that a tile of keys meets at a time; and warps. The first
+# of each pair is for heads of up to 64 channels, the second for more, for which there would not be enough registers otherwise
 FORWARD_KEYS, BACKWARD_KEYS, BACKWARD_QUERIES, WARPS = (64, 32), (32, 32), (32, 16), (4, 8)
 
 
@@ -31,14 +31,14 @@ FORWARD_KEYS, BACKWARD_KEYS, BACKWARD_QUERIES, WARPS = (64, 32), (32, 32), (32, 
 
 @jit
 def _head_of_program(blocks, NH, HS):
-    """The number of this program's head among those of all sequences, its sequence, and its first channel; each has so many blocks."""
+    """The index of this program's head among those of all sequences, its sequence, and its first channel. A head has `blocks` programs."""
     head = tl.program_id(0) // blocks
     return head.to(tl.int64), (head // NH).to(tl.int64), head % NH * HS
 
 
 @jit
 def _rows(place, row, stride, column, n_rows, HS: tl.constexpr):
-    """Rows of a head, zero beyond the last one and beyond its HS channels."""
+    """Load rows of a head; they are zero beyond the last row and beyond its HS channels."""
     return tl.load(place + row[:, None] * stride + column[None, :], mask=_there(row, column, n_rows, HS), other=0.0)
 
 
@@ -49,8 +49,8 @@ def _there(row, column, n_rows, HS: tl.constexpr):
 
 @jit
 def _multiply(a, b):
-    """a @ b in fp32. A score has to be the same number in forward and in backward, where it is transposed: a card adds up over the depth in
-    one order, numpy in another for every shape, so the interpreter adds up in fp64.
+    """a @ b in fp32. A score must be the same number in forward and in backward, where it is computed transposed. A GPU sums over the depth
+    in one order, but numpy's order depends on the shape, so under the interpreter the sum is in fp64.
     """
     if INTERPRETED:
         return tl.dot(widen(a).to(tl.float64), widen(b).to(tl.float64), out_dtype=tl.float64).to(tl.float32)
@@ -81,9 +81,10 @@ def _attend(
     sums, highest, total, q, k, v, first_key, stride, column, position, T, scale,
     HS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys more. If it HIDES, not all queries see all of them.
+    """Add one more tile of keys to the running sums. If it HIDES, not all queries see all of them.
 
-    sums     (ROWS, CHANNELS) of 2^(scale * score - highest) times a key's values     highest, total  (ROWS,) the same without values
+    sums     (ROWS, CHANNELS)  of 2^(scale * score - highest) times a key's values     total  (ROWS,)  the same without values
+    highest  (ROWS,)           the largest scale * score so far
     """
     key = first_key + tl.arange(0, KEYS)
     scores = _multiply(q, tl.trans(_rows(k, key, stride, column, T, HS)))
@@ -96,16 +97,16 @@ def _attend(
     return sums, top, total * shrink + tl.sum(powers, 1)
 
 
-@jit(do_not_specialize=["T", "first"])  # which differ for every token of a sample
+@jit(do_not_specialize=["T", "first"])  # they differ for every token of a sample
 def _attention_forward(
     atty, lse, q, k, v, T, first, NH, C, q_stride, stride, scale,
     HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Of queries from position `first` on, which is the first row of q, atty and lse, over T keys; lse only if it KEEPS that."""
+    """Queries from position `first` on, the first row of q, atty and lse, attend to T keys. lse is written only if it KEEPS that."""
     n_rows = T - first
     blocks = tl.cdiv(n_rows, ROWS)
     head, sequence, channel = _head_of_program(blocks, NH, HS)
-    block = blocks - 1 - tl.program_id(0) % blocks  # those that see most begin first
+    block = blocks - 1 - tl.program_id(0) % blocks  # those that see most keys begin first
     row, column, start = block * ROWS + tl.arange(0, ROWS), tl.arange(0, CHANNELS), first + block * ROWS
     position = first + row
     q = _rows(q + sequence * n_rows * q_stride + channel, row, q_stride, column, n_rows, HS)
@@ -134,7 +135,7 @@ def _add_dq(
     dq, q, do, k, v, lse, delta, first_key, stride, column, position, T, scale,
     HS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """dq + its sum over one tile of keys."""
+    """dq plus its sum over one tile of keys."""
     key = first_key + tl.arange(0, KEYS)
     keys, values = _rows(k, key, stride, column, T, HS), _rows(v, key, stride, column, T, HS)
     p = _powers(_multiply(q, tl.trans(keys)), scale, lse[:, None])
@@ -149,7 +150,7 @@ def _add_dk_dv(
     dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv + their sums over one tile of queries, of which rows beyond T are zeros and add nothing."""
+    """dk and dv plus their sums over one tile of queries, whose rows beyond T are zeros and add nothing."""
     query = first_query + tl.arange(0, QUERIES)
     q, do = _rows(q, query, stride, column, T, HS), _rows(do, query, C, column, T, HS)
     lse, delta = tl.load(lse + query, mask=query < T, other=0.0), tl.load(delta + query, mask=query < T, other=0.0)
@@ -163,7 +164,7 @@ def _add_dk_dv(
 
 @jit
 def _write_gradient(place, sums, gradient, row, stride, column, T, HS: tl.constexpr):
-    """Rows of dq, dk or dv; and their sums over rows, before they are rounded."""
+    """Write rows of dq, dk or dv, and the sum over these rows before rounding."""
     there = _there(row, column, T, HS)
     tl.store(place + row[:, None] * stride + column[None, :], narrow(gradient, place.dtype.element_ty), mask=there)
     tl.store(sums + column, sum_over_rows(tl.where(there, gradient, 0.0)), mask=column < HS)
@@ -174,7 +175,7 @@ def _attention_backward_queries(
     dqkvr, sums, delta, datty, atty, lse, qkvr, T, NH, C, scale, root,
     HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries; and delta, the sum over channels of datty * atty, for the kernel after this one."""
+    """dq of a tile of queries; and delta, the sum over channels of datty * atty, for the next kernel."""
     blocks, stride = tl.cdiv(T, ROWS), 3 * C
     head, sequence, channel = _head_of_program(blocks, NH, HS)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -224,13 +225,13 @@ def _attention_backward_keys(
 
 
 def _tiles(HS) -> dict:
-    """Constants of a launch."""
+    """The constants of a launch for heads of HS channels."""
     channels = max(16, next_power_of_2(HS))  # a product of tiles takes no fewer
     return dict(HS=HS, CHANNELS=channels, ROWS=ATTENTION_ROWS, num_warps=WARPS[HS > 64])
 
 
 def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
-    """lse is None where nobody asks for it."""
+    """Launch forward; lse is None where it is not needed."""
     C = atty.shape[-1]
     door.launch(
         _attention_forward, (B * NH * cdiv(T - first, ATTENTION_ROWS),),

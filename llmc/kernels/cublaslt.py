@@ -1,17 +1,17 @@
-"""cuBLASLt, and by its epilogues GELU inside a matmul: llm.c's -ge 1 (forward) and -ge 2 (backward too), and our -ge 3, backward alone.
+"""cuBLASLt, whose epilogues put GELU inside a matmul: llm.c's -ge 1 (forward) and -ge 2 (backward too), and our -ge 3, backward alone.
 
-The library that torch itself runs on is called through ctypes: nothing to build or install. torch offers neither the epilogue that keeps
-the pre-activation nor the one that multiplies by GELU's derivative; with them each of the two passes saves one reading and one writing
-of a (rows, 4C) tensor.
+The library that torch itself runs on is called through ctypes, so there is nothing to build or install. torch offers neither the epilogue
+that keeps the pre-activation nor the one that multiplies by GELU's derivative. With them, forward and backward each save one read and one
+write of a (rows, 4C) tensor.
 
-On an H200 (CUDA 13.0) either matmul of d12 at B*T of 65536 takes 0.89 of the time of the two passes. Without a card tests hold constants
-and sizes against NVIDIA's headers and real descriptors of cuBLAS 12.8.4 and 13.10.0, and transposes and leading dimensions against a
-stand-in for the library that multiplies in numpy (tests/test_cublaslt.py).
+On an H200 (CUDA 13.0), at B*T of 65536, either fused matmul of d12 takes 0.89 of the time of the two separate passes. Tests that need no
+GPU check constants and sizes against NVIDIA's headers and real descriptors of cuBLAS 12.8.4 and 13.10.0, and transposes and leading
+dimensions against a stand-in for the library that multiplies in numpy (tests/test_cublaslt.py).
 
-Numerics: sums are fp32, split-K's partial ones too. The epilogue works on the fp32 sum, where a separate GELU reads it after rounding to
-bf16, and its tanh is the library's own: results differ from llmc/layers/gelu.py in the last bits, and may between versions of cuBLAS. In
-fp32 by more, up to 2^-11, where it takes the card's own instruction for tanh, as cuBLAS 13.1 seems to.
-Which cards have it fused rather than as a second kernel is the library's matter: llm.c found H100 with CUDA 12.5 to be (PR 591).
+Numerics: sums are fp32, the partial sums of split-K included. The epilogue works on the fp32 sum, whereas a separate GELU reads it after
+rounding to bf16, and its tanh is the library's own: results differ from llmc/layers/gelu.py in the last bits, and may differ between
+versions of cuBLAS. In fp32 they differ by more, up to 2^-11, where it takes the GPU's own tanh instruction, as cuBLAS 13.1 seems to.
+Whether a GPU has it fused, or as a second kernel, is up to the library: llm.c found it fused on H100 with CUDA 12.5 (PR 591).
 Source: llm.c llmc/matmul.cuh; NVIDIA cublasLt.h.
 """
 
@@ -67,7 +67,7 @@ SIGNATURES = {
 POINTER_ALIGNMENT = 16  # bytes: what tensor-core kernels and the epilogue's loads want
 WORKSPACE_ALIGNMENT = 256  # bytes: as NVIDIA's TransformerEngine insists; torch's allocator gives 512
 AUX_COLUMNS_MULTIPLE = 8  # elements: cublasLt.h, EPILOGUE_AUX_LD
-DEVICE_TYPE = "cuda"  # tests say "cpu", together with a stand-in for the library
+DEVICE_TYPE = "cuda"  # tests set "cpu", together with a stand-in for the library
 
 
 class NoAlgorithm(UserError, RuntimeError):
@@ -75,7 +75,7 @@ class NoAlgorithm(UserError, RuntimeError):
 
 
 class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: the algorithm comes first, so the address of this is also the address of that."""
+    """cublasLtMatmulHeuristicResult_t: the algorithm is its first field, so its address is also that of the algorithm."""
 
     _fields_ = [
         ("algorithm", c_uint64 * 8),
@@ -107,10 +107,10 @@ def available() -> str:
 
 
 class CublasLt:
-    """The library on the current CUDA device: descriptors, and the algorithms it thinks of for a matmul.
+    """The library on the current CUDA device: descriptors, and the algorithms that it proposes for a matmul.
 
-    workspace  (n_bytes,) uint8, on the device; scratch of the calls, so they belong on one stream at a time. NVIDIA's advice is 32 MiB
-               on Hopper and 4 MiB before it; an algorithm that needs more than there is will not be chosen.
+    workspace  (n_bytes,) uint8, on the device; scratch of the calls, so they must be on one stream at a time. NVIDIA's advice is 32 MiB
+               on Hopper and 4 MiB before it; an algorithm that needs more than there is is not chosen.
     tf32       whether fp32 operands may be rounded to TF32 (10 bits of mantissa); bf16 ones ignore it
     """
 
@@ -125,14 +125,14 @@ class CublasLt:
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
     def _desc(self, dtype, **values):
-        """Of a matmul of that type, with these of DESC's attributes."""
+        """The descriptor of a matmul of that type, with these of DESC's attributes."""
         fast = self._tf32 and dtype == torch.float32
         desc = self._create("cublasLtMatmulDescCreate", COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F, DATA_TYPES[torch.float32])
         self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
         return desc
 
     def _find(self, desc, a, b, d, alignments, wanted) -> list[HeuristicResult]:
-        """Algorithms within the workspace for matrices of these layouts, at addresses so aligned: what the library thinks fastest first."""
+        """Algorithms that fit the workspace, for matrices of these layouts and alignments: what the library thinks fastest first."""
         align_a, align_b, align_d = alignments
         wishes = {
             "MAX_WORKSPACE_BYTES": self._workspace.numel(),
@@ -153,12 +153,12 @@ class CublasLt:
         return [] if status else [result for result in results[: found.value] if result.state == 0]
 
     def _layout(self, dtype, rows, columns):
-        """Of a column-major matrix without gaps."""
+        """The layout of a column-major matrix without gaps."""
         return self._create("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], rows, columns, rows)
 
     def _launch(self, plan, a, b, d, c=None):
-        """d = op(a) op(b), as the plan's descriptor has it, plus c, which lies as d does."""
-        factor, c = (self._zero, d) if c is None else (self._one, c)  # with the factor 0 it is not read
+        """d = op(a) op(b), as the plan's descriptor says, plus c, which has the layout of d."""
+        factor, c = (self._zero, d) if c is None else (self._one, c)  # with a factor of 0 c is not read
         self._call(
             "cublasLtMatmul", self._handle, plan.desc, byref(self._one), a.data_ptr(), plan.a, b.data_ptr(), plan.b,
             byref(factor), c.data_ptr(), plan.d, d.data_ptr(), plan.d,
@@ -176,7 +176,7 @@ class CublasLt:
             self._call(function, descriptor, number, byref(kind(value)), ctypes.sizeof(kind))
 
     def _call(self, function, *arguments, unless=0):
-        """Its status, which is 0 or `unless`; RuntimeError for any other."""
+        """Call a function and return its status, 0 or `unless`. Raises RuntimeError for any other."""
         status = getattr(self._library, function)(*arguments)
         if status not in (0, unless):
             raise RuntimeError(f"{function} failed: {self._library.cublasLtGetStatusName(status).decode()}")
@@ -214,8 +214,8 @@ class MatmulGelu(CublasLt):
 
         dpre    (..., C)   written     dout  (..., OC)  read     all contiguous, fp32 or bf16 alike, at multiples of 16 bytes;
         weight  (OC, C)    read        pre   (..., C)   read     no two share memory; C is a multiple of 8
-        dbias   (C,)       written with the sums over dpre's rows, the gradient of the bias before the GELU; or None, as in training,
-                           until a card has been seen to repeat their bits at no cost (gpu_check's gelu_fusion measures both)
+        dbias   (C,)       written with the sums over dpre's rows, the gradient of the bias before the GELU; or None. Training passes
+                           None until a GPU is seen to repeat their bits at no cost (gpu_check's gelu_fusion measures both)
         Cost 2*rows*C*OC FLOP. Raises ValueError naming the tensor that does not fit, NoAlgorithm.
         """
         OC, C = _rows(weight), weight.shape[-1]
@@ -239,8 +239,8 @@ class MatmulGelu(CublasLt):
             raise ValueError(f"pre has {tensors['pre'].shape[-1]} columns; expected a multiple of {AUX_COLUMNS_MULTIPLE}")
 
     def _matmul(self, epilogue, trans_a, m, n, k, dtype, *, a, b, d, aux, bias):
-        """d (m, n) = epilogue(op(a) (m, k) @ b (k, n)), column-major; aux lies as d does, bias is (m,)."""
-        # the library judges alignment by these two pointers and by the preference, so both are part of what an algorithm was chosen for
+        """d (m, n) = epilogue(op(a) (m, k) @ b (k, n)), column-major; aux has the layout of d, bias is (m,)."""
+        # the library judges alignment by the pointers aux and bias and by the preference: an algorithm was chosen for all of these
         alignments = tuple(_alignment(t) for t in (a, b, d, aux, bias) if t is not None)
         key = (epilogue, m, n, k, dtype, alignments)
         plan = self._plans.get(key)
@@ -256,7 +256,7 @@ class MatmulGelu(CublasLt):
         self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
 
     def _plan(self, desc, trans_a, m, n, k, dtype, alignments):
-        """Layouts, and the algorithm the library thinks fastest within the workspace."""
+        """The descriptor with layouts, and the algorithm that the library thinks fastest within the workspace."""
         shapes = ((k, m) if trans_a == OP_T else (m, k), (k, n), (m, n))
         layouts = [self._layout(dtype, *shape) for shape in shapes]
         found = self._find(desc, *layouts, alignments, 1)
@@ -289,7 +289,7 @@ def _rows(tensor) -> int:
 
 
 def _alignment(tensor) -> int:
-    """The largest power of two, up to 256 as cuBLASLt assumes at most, that divides the address."""
+    """The largest power of two that divides the address, up to 256, the most that cuBLASLt assumes."""
     return min(tensor.data_ptr() & -tensor.data_ptr(), 256)
 
 
@@ -297,7 +297,7 @@ def _stream(device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-@functools.cache  # which remembers success only
+@functools.cache  # it remembers success only
 def _library():
     """The library with its argument types declared; OSError with one sentence if there is none."""
     for name in _names():

@@ -1,9 +1,9 @@
 """The one place that imports triton: what the kernels share, and how they are launched.
 
-Arithmetic here is meant to the bit. Elementwise kernels give what the torch operations in llmc/layers/ give, on any card and in
-Triton's interpreter: no multiply and add is contracted unless fma says so, divisions and roots are correctly rounded, and
-fp32 becomes bf16 by rounding to nearest even. The interpreter truncates there and does not fuse an fma, so it gets both
-spelled out.
+The arithmetic here is defined to the bit. Elementwise kernels, except GELU in bf16, give the bits of the torch operations in
+llmc/layers/, on any GPU and in Triton's interpreter: no multiply and add is contracted unless fma says so, divisions and roots
+are correctly rounded, and fp32 becomes bf16 by rounding to nearest even. The interpreter truncates instead and does not fuse
+an fma, so both are spelled out for it.
 """
 
 import triton
@@ -11,10 +11,10 @@ import triton.language as tl
 from triton import cdiv, jit, next_power_of_2  # noqa: F401
 
 PRIME_Y = tl.constexpr(198491317)  # a row's stride in the rounding noise
-ROW_ELEMENTS = 2048  # of a tile of whole rows
+ROW_ELEMENTS = 2048  # in a tile of whole rows
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of a tile of parts of rows
-# Loops over tiles of up to so many bytes have so many at a time under way: three inputs then fit into any card's shared memory. On an H200,
-# d12 -b 64, in ms: layernorm's backward 0.152 without and 0.132 with it, GELU's 0.37 and 0.32
+# Loops over tiles of up to STAGED_BYTES have STAGES of them in flight: three inputs then fit into any GPU's shared memory. On an H200,
+# d12 -b 64, layernorm's backward takes 0.152 ms without and 0.132 ms with it, GELU's 0.37 and 0.32
 STAGES, STAGED_BYTES = 4, 8192
 
 
@@ -27,7 +27,7 @@ INTERPRETED = tl.constexpr(not isinstance(_probe, triton.runtime.jit.JITFunction
 
 
 def stages_of(rows: int, columns: int, of) -> int:
-    """How many stages a loop over tiles of a tensor has."""
+    """The number of pipeline stages of a loop over tiles of the tensor `of`."""
     return STAGES if rows * columns * of.itemsize <= STAGED_BYTES else 1
 
 
@@ -40,7 +40,7 @@ def compile_only(kernel, args, constants, num_warps, capability):
     """The compiled kernel, with .asm and .metadata, for a card of compute capability 80, 90, ...; needs no card.
 
     args are as launch gets them: tensors, of which only type and alignment count, and numbers. They are bound to the parameters by the
-    function that Triton writes for a launch, which a kernel with a parameter `params` broke, and the interpreter does not have.
+    function that Triton generates for a launch. A kernel with a parameter named `params` broke that, and the interpreter has none.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -79,34 +79,34 @@ def narrow(x, dtype: tl.constexpr):
 
 @jit
 def load(pointer, mask):
-    """fp32, zero where masked."""
+    """Load as fp32, zero where masked."""
     return widen(tl.load(pointer, mask=mask, other=0.0))
 
 
 @jit
 def store(pointer, x, mask):
-    """fp32 to the pointer's type."""
+    """Store fp32 x in the pointer's type."""
     tl.store(pointer, narrow(x, pointer.dtype.element_ty), mask=mask)
 
 
 @jit
 def range_of_program(rows_each, n_rows):
-    """(first, end) of the rows that this program sums over: the same cut on any card. int64, as rows * C may pass 2^31."""
+    """(first, end) of the rows that this program sums over: the same split on any GPU. int64, as rows * C may pass 2^31."""
     first = tl.program_id(0).to(tl.int64) * rows_each
     return first, tl.minimum(first + rows_each, n_rows)
 
 
 @jit
 def tile(first, end, column, C, ROWS: tl.constexpr):
-    """(row numbers from `first` on, which of these rows and of the columns exist)."""
+    """(row numbers from `first` on, mask of the elements whose row and column exist)."""
     row = first + tl.arange(0, ROWS)
     return row, (row < end)[:, None] & (column < C)[None, :]
 
 
 @jit
 def sum_over_rows(x):
-    """The sums of fp32 columns. A thread of a card has few of a tile's rows, and threads are added up in pairs; the interpreter would add
-    up all rows one after the other, which is less exact, and does so in fp64."""
+    """The sums of fp32 columns. A GPU's thread has few of a tile's rows, and the sums of threads are added in pairs. The interpreter would
+    add up all rows one after the other, which is less exact, so there the sum is in fp64."""
     if INTERPRETED:
         return tl.sum(x.to(tl.float64), 0).to(tl.float32)
     return tl.sum(x, 0)
@@ -115,7 +115,7 @@ def sum_over_rows(x):
 @jit
 def fma(a, b, c):
     """a * b + c, rounded once."""
-    if INTERPRETED:  # rounded twice, which shows once in 2^29 times
+    if INTERPRETED:  # rounded twice, which makes a difference once in 2^29 times
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     return tl.fma(a, b, c)
 
@@ -128,17 +128,17 @@ def constant(like, value: tl.constexpr):
 
 @jit
 def exp(x):
-    """exp(x) for x <= 0 as a card has it, to max(2, -x) units of 2^-24 or so; nothing where it is subnormal: tl.exp keeps those, for three
-    instructions more."""
+    """exp(x) for x <= 0 by the GPU's own instruction, to about max(2, -x) units of 2^-24. Where it would be subnormal it is zero: tl.exp
+    keeps those, for three instructions more."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def reciprocal(x):
-    """1 / x, correctly rounded, for 1 <= x < 2^126: no branch, where a division has one for the rest of the range.
+    """1 / x, correctly rounded, for 1 <= x < 2^126, without the branch that a division has for the rest of the range.
 
-    Two steps of Newton's method on the card's approximation, good to an ulp, end on the nearest number for every significand but
-    the one of all ones (Markstein 1990), whose reciprocal is the number above a power of two. A test tries them all.
+    Two steps of Newton's method from the GPU's approximation, good to an ulp, end on the nearest number for every significand but
+    the one of all ones (Markstein 1990), whose reciprocal is the number above a power of two. A test tries all significands.
     """
     if INTERPRETED:
         return tl.div_rn(constant(x, 1.0), x)
@@ -160,8 +160,8 @@ def rough_reciprocal(x):
 
 @jit
 def rough_sigmoid_below_zero(x):
-    """1 / (1 + exp(-x)) for -87 < x <= 0, as exact as exp, in a third of the instructions of sigmoid_below_zero: for what becomes bf16."""
-    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))  # exp(-x) but for an instruction, which the minus would be
+    """1 / (1 + exp(-x)) for -87 < x <= 0, as exact as exp, in a third of the instructions of sigmoid_below_zero: for bf16 results."""
+    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))  # exp(-x), without an instruction for the minus
 
 
 @jit
@@ -171,7 +171,7 @@ def sigmoid_below_zero(x):
     exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6.
     """
     d = 0.0 - x
-    shifted = d * 1.4426950408889634 + 12582912.0  # 1.5 * 2^23: what is added becomes a whole number, in the lowest bits
+    shifted = d * 1.4426950408889634 + 12582912.0  # 1.5 * 2^23: rounds to a whole number, which is in the lowest bits
     q = shifted - 12582912.0
     s = fma(q, constant(x, -0.693145751953125), d)
     s = fma(q, constant(x, -1.428606765330187045e-06), s)
@@ -203,16 +203,16 @@ def rounding_noise(x, y, seed):
 
 @jit
 def round_by(x, threshold):
-    """bf16 of an fp32 x: away from zero where its lower half exceeds threshold's (uint32), else toward zero.
+    """An fp32 x rounded to bf16: away from zero where its lower half exceeds threshold's (uint32), else toward zero.
 
-    Not for a NaN: a card's is all ones but for the sign, and what is added would carry over into that, and make it a zero.
+    Nothing is added to a NaN: a GPU's is all ones but for the sign, and the carry into that would make it a zero.
     """
     bits = x.to(tl.uint32, bitcast=True) + tl.where(x == x, 0xFFFF - (threshold & 0xFFFF), 0)
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 def rows_at_once(columns: int, of) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of whole rows of a tensor: powers of two that a program holds in registers, 32 bytes to a thread."""
+    """(rows, columns, warps) of a tile of whole rows of a tensor: powers of two that a program holds in registers, 32 bytes per thread."""
     block = next_power_of_2(columns)
     rows = max(1, ROW_ELEMENTS // block)
     return rows, block, max(4, min(16, rows * block * of.itemsize // 1024))

@@ -1,8 +1,8 @@
 """Token and position embeddings: see llmc/layers/encoder.py.
 
 Backward has no atomics: the loader has grouped the positions by token, and one program adds the rows of one token, in order
-of position, and writes its gradient once. Rows of a few positions are fetched together, which hides most of the wait: bits do not
-depend on how many.
+of position, and writes its gradient once. Rows of a few positions are fetched together, which hides most of the latency; the bits
+do not depend on how many.
 """
 
 from llmc.kernels import door
@@ -24,7 +24,7 @@ def _encoder_forward(out, inputs, wte, wpe, n_rows, T, C, ROWS: tl.constexpr, CO
 
 @jit
 def _store_rounded(grad, total, noise_row, column, mask, seed, ADD: tl.constexpr):
-    """grad (bf16 pointers) = the stochastic rounding of total, and of what it held if ADD."""
+    """grad (bf16 pointers) = the stochastic rounding of total, or, if ADD, of total plus what grad held."""
     if ADD:
         total += load(grad, mask)
     noise = rounding_noise(column.to(tl.uint32), noise_row.to(tl.uint32), seed.to(tl.uint32, bitcast=True))
@@ -42,7 +42,7 @@ def _encoder_backward_tokens(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         mask = column < C
         row = dwte + token * C
-        none = tl.zeros((COLUMNS,), tl.int32)  # the interpreter has plain numbers where this is added, whose comparison would be no mask
+        none = tl.zeros((COLUMNS,), tl.int32)  # in the interpreter i + j is a plain number, and comparing that gives no mask
         if IN_FP32:
             total = load(row + column, mask)
         else:

@@ -25,12 +25,12 @@ def _fp8_largest(partials, x, n, each, ELEMENTS: tl.constexpr):
 
 @jit
 def _in_e4m3(x):
-    """An fp32 value in 8 bits, rounded to nearest even; beyond the largest it is that, and NaN stays NaN. The interpreter truncates."""
+    """An fp32 value in e4m3, rounded to nearest even; beyond the largest it becomes that, and NaN stays NaN. The interpreter truncates."""
     if INTERPRETED:
         magnitude = tl.abs(x)
         bits = magnitude.to(tl.uint32, bitcast=True)
-        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # exponents are 120 less
-        whole = magnitude * 512.0 + 8388608.0  # of 2^-9, below the least exponent: what is added to 2^23 is rounded to a whole number
+        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # the exponent's bias is 120 less
+        whole = magnitude * 512.0 + 8388608.0  # subnormal, in units of 2^-9: adding 2^23 rounds it to a whole number
         code = tl.where(magnitude < 0.015625, whole.to(tl.uint32, bitcast=True) & 0x7FFFFF, code)
         code = tl.where(x == x, tl.minimum(code, 0x7E), 0x7F) | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80)
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -45,14 +45,14 @@ def _fp8_cast(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row, mask = tile(tl.program_id(0).to(tl.int64) * ROWS, n_rows, column, C, ROWS)
     at = row[:, None] * C + column[None, :]
-    found = tl.load(x + at, mask=mask, other=0.0)  # first, as all threads then wait for the largest element
+    found = tl.load(x + at, mask=mask, other=0.0)  # loaded first, as all threads then wait for the largest element
     top = tl.maximum(tl.max(tl.load(partials + tl.arange(0, PARTIALS)), 0), SMALLEST_TOP)
     factor = tl.div_rn(constant(top, LARGEST), top)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scale, tl.div_rn(top, constant(top, LARGEST)))
     if BY_ROWS:
         tl.store(rows + at, _in_e4m3(widen(found) * factor), mask=mask)
-    if BY_COLUMNS:  # transposed as it is: Hopper has an instruction for that, of 16 bits
+    if BY_COLUMNS:  # transposed before the cast: Hopper has an instruction for that, for 16 bits
         turned = column[:, None].to(tl.int64) * n_rows + row[None, :]
         tl.store(columns + turned, _in_e4m3(widen(tl.trans(found)) * factor), mask=tl.trans(mask))
 

@@ -1,4 +1,4 @@
-"""All kernels' launchers, by the names of their counterparts in llmc/layers/."""
+"""The launchers of the kernels, by the names of their counterparts in llmc/layers/."""
 
 from llmc.kernels.adamw import adamw_update, launch_adamw_update, stage_adamw_update
 from llmc.kernels.attention import attention_backward, attention_forward, attention_one_row, pack_gradients
@@ -20,11 +20,11 @@ def triton_operations() -> dict:
 
 
 def triton_attention() -> dict:
-    """The same of attention, which has other counterparts: a CPU's, and torch's on a GPU."""
+    """The same for attention, whose counterparts are others: a CPU's attention, and torch's on a GPU."""
     return {f.__name__: f for f in (attention_forward, attention_backward, attention_one_row)}
 
 
 def staged_operations() -> dict:
-    """Of the operations that take numbers which change from step to step, a half that copies these to the device, and one that launches."""
+    """The operations whose arguments change from step to step, in two halves: one copies these to the device, the other launches."""
     halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
     return {f.__name__: f for f in halves}

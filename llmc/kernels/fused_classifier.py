@@ -1,22 +1,22 @@
 """Softmax, cross-entropy and the logits' gradient, in place: see llmc/layers/fused_classifier.py.
 
-A program holds one row's running maximum and sum (online softmax: Milakov and Gimelshein 2018), then goes over the row once
-more, mostly out of cache, and writes its gradient. Most of a row needs no mask; its tail is read up to Vp and what is beyond
-V put aside afterwards, as a mask that ends at V, an odd number, would make every load two bytes wide. For the maximum and the
-sum of a block all threads wait, and loads do not move across that, so blocks are fetched ahead: as many as a row of GPT-2's has
-in bf16, and two programs fill a multiprocessor. More of them would have more rows under way than an H200's L2 holds.
+A program keeps one row's running maximum and sum (online softmax: Milakov and Gimelshein 2018), then goes over the row once
+more, mostly from cache, and writes its gradient. Most of a row needs no mask. Its tail is read up to Vp, and what lies beyond V
+is discarded afterwards: a mask that ends at V, an odd number, would make every load two bytes wide. All threads wait for the
+maximum and the sum of a block, and loads do not move across that barrier, so blocks are fetched ahead: as many as a row of
+GPT-2's has in bf16. Two programs then fill a multiprocessor; more would have more rows in flight than an H200's L2 holds.
 """
 
 from llmc.kernels import door
 from llmc.kernels.door import exp, jit, load, narrow, next_power_of_2, store, tl, widen
 
-BLOCK, AHEAD = 16 << 10, 96 << 10  # bytes of a block, and of the buffers that blocks are fetched into, which any card's shared memory has
+BLOCK, AHEAD = 16 << 10, 96 << 10  # bytes of a block, and of the buffers that blocks are fetched into, which fit any GPU's shared memory
 WARPS = 16
 
 
 @jit
 def _add_block(largest, total, x):
-    """The running maximum, and the sum of exp(logit - maximum), with those of x."""
+    """The running maximum, and the sum of exp(logit - maximum), with the block x added."""
     new = tl.maximum(largest, tl.max(x, 0))
     return new, total * exp(largest - new) + tl.sum(exp(x - new), 0)
 
@@ -33,7 +33,7 @@ def _classify(
     target_logit = widen(tl.load(logits + target))
     tail = WHOLE + tl.arange(0, TAIL)
     last = tl.where(tail < V, load(logits + tail, tail < Vp), -float("inf"))
-    largest, total = -1e38, 0.0  # not -inf: where all of a block is that, the difference would be NaN
+    largest, total = -1e38, 0.0  # not -inf: if all of a block were -inf too, the difference would be NaN
     for at in tl.range(0, WHOLE, COLUMNS, num_stages=STAGES):
         largest, total = _add_block(largest, total, widen(tl.load(logits + at + tl.arange(0, COLUMNS))))
     largest, total = _add_block(largest, total, last)
@@ -45,7 +45,7 @@ def _classify(
             x = widen(tl.load(logits + column))
             tl.store(logits + column, narrow(exp(x - largest) * scale, logits.dtype.element_ty))
         store(logits + tail, tl.where(tail < V, exp(last - largest) * scale, 0.0), tail < Vp)
-        tl.debug_barrier()  # the target's own gradient goes on top
+        tl.debug_barrier()  # the target's own gradient then overwrites the above
         tl.store(logits + target, narrow(exp(target_logit - largest) * scale - dloss, logits.dtype.element_ty))
 
 

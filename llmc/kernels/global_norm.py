@@ -24,7 +24,7 @@ def _finish_norm(out, partials, PARTIALS: tl.constexpr):
 
 
 def global_norm(out, grads, scratch, *, piece):
-    """Scratch: norm_partials (a power of two,) fp32. Partials are ranges of a fixed number, so `piece` does not matter."""
+    """Scratch: norm_partials (a power of two,) fp32. The number of partials is fixed, each for a range of grads, so `piece` is not used."""
     n, partials = len(grads), scratch["norm_partials"]
     each = cdiv(cdiv(n, len(partials)), ELEMENTS) * ELEMENTS
     door.launch(_norm_partials, (len(partials),), partials, grads, n, each, ELEMENTS=ELEMENTS)

@@ -1,9 +1,10 @@
-"""LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
+"""LayerNorm: forward, with or without the addition before it or from kept statistics, and backward. See llmc/layers/layernorm.py.
 
 A program holds whole rows. Backward is a fixed number of programs, each over a range of rows of its own, whose sums for the
-weight, the bias and the projection's bias are partials that a second kernel adds in order. As these are few, a scheduler has
-the instructions of two warps to choose from, by count for as long as memory needs. So products are added as they are, both
-sums over a row are one, and nothing is masked that zeros take care of: for sm90 441 instructions for two rows of 768, not 581.
+weight, the bias and the projection's bias are partials that a second kernel adds in order. As these programs are few, a warp
+scheduler has only two warps to choose from, and by their count its instructions take as long as the memory traffic. So products
+are added by fma, both sums over a row are taken in one reduction, and nothing is masked where zeros have the same effect: on
+sm90 441 instructions for two rows of 768, not 581.
 """
 
 from llmc.kernels import door
@@ -17,7 +18,7 @@ from llmc.layers.rows import rows_of
 
 @jit
 def _row_mean(x, C):
-    """Means over the columns of x, those beyond C being zero."""
+    """The mean of each row of x, whose columns beyond C are zero."""
     total = tl.sum(x, 1)
     return tl.div_rn(total, tl.zeros_like(total) + C)
 
@@ -59,11 +60,11 @@ def _layernorm_backward(
     dresidual, partials, dout, inp, weight, mean, rstd, n_rows, rows_each, C, stride, share,
     PROJECTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """share is 1 / C. Where there is no row, or no column, dout and dresidual are zero, and with them all that is added up, but for
-    the projection's sums of columns that there are not, which are not stored."""
+    """share is 1 / C. Beyond the last row or column dout and dresidual are loaded as zeros, so everything that is added up is zero
+    there, except the projection's sums in columns beyond C, which are not stored."""
     first, end = range_of_program(rows_each, n_rows)
     column = tl.arange(0, COLUMNS)
-    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)  # which also make a column as wide as fma wants it
+    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)  # also added to a column, to make it as wide as fma needs
     weight_sum, bias_sum, proj_sum = zeros, zeros, zeros
     w = load(weight + column, column < C)
     for i in tl.range(0, rows_each, ROWS, num_stages=STAGES):
@@ -71,7 +72,7 @@ def _layernorm_backward(
         at = row[:, None] * C + column[None, :]
         m, r = load(mean + row, row < end), load(rstd + row, row < end)
         dy = load(dout + at, mask)
-        old = tl.load(dresidual + at, mask=mask, other=0.0)  # here, as no load moves across a barrier, of which sums over a row have some
+        old = tl.load(dresidual + at, mask=mask, other=0.0)  # here: no load moves across a barrier, and a row's sums have some
         x_hat = (load(inp + at, mask) - m[:, None]) * r[:, None]
         bias_sum += dy
         weight_sum = fma(x_hat, dy, weight_sum)

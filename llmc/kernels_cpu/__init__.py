@@ -1,4 +1,4 @@
-"""numba kernels for CPUs, on all cores: one pass over memory each, attention, and matmuls for where torch's are slower.
+"""numba kernels for CPUs, on all cores: operations in one pass over memory each, attention, and matmuls where torch's are slower.
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports numba; a machine without it
 trains with the torch operations.
@@ -14,22 +14,22 @@ from llmc.errors import lines_of
 
 
 def not_installed() -> str:
-    """The reason why there can be no kernels, empty if there may be; numba is not imported."""
+    """The reason why there are no kernels; empty if numba is installed. numba is not imported."""
     return "" if find_spec("numba") else "numba is not installed (pip install numba)"
 
 
 def why_no_cpu_kernels() -> str:
-    """Empty where the kernels can run, else the reason."""
+    """The reason why the kernels cannot run; empty if they can."""
     return not_installed() or launch_problem()
 
 
 def launch_problem() -> str:
-    """Why a kernel cannot be compiled and run, empty if it can: numba is particular about numpy's version, for one."""
+    """Why a kernel cannot be compiled and run; empty if it can. For example, numba works with certain versions of numpy only."""
     import torch
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numba misses locks where no file can be written; one process needs none
+            warnings.simplefilter("ignore")  # numba warns where /dev/shm cannot hold its lock; one process needs none
             from llmc.kernels_cpu.global_norm import global_norm
 
             partials, numbers, norm = (torch.ones(n) for n in (4, 64, 1))
@@ -43,9 +43,10 @@ TINY = ModelConfig(max_seq_len=4, vocab_size=16, num_layers=2, num_heads=1, chan
 
 
 def compile_kernels(options) -> None:
-    """Compile, or load from numba's cache, every kernel that a model of these options calls: by training a tiny one of the same forms.
+    """Compile, or load from numba's cache, every kernel that a model of these options calls.
 
-    So the first step takes no longer than the others, and a compiler's memory is not taken for the model's.
+    A tiny model with the same options is trained for that. So the first step takes no longer than the others, and the compiler's memory is
+    not counted as the model's.
     """
     _rehearse(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, ranks=1, zero_stage=0, tensor_parallel=1))
 

@@ -1,7 +1,7 @@
 """AdamW over the arenas in one pass, in every form of weights and moments: see llmc/layers/adamw.py.
 
-The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits; but for
-the last few elements of a tensor whose size is no multiple of 16, where torch's compiler fuses another one.
+The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits, except
+in the last few elements of a tensor whose size is no multiple of 16: there torch's compiler fuses another one.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from llmc.kernels_cpu.door import (
 from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
 from llmc.memory.tuning import ROUNDING_BLOCK
 
-CHUNK = 32 * ROUNDING_BLOCK  # elements that a thread does at a time: at most so much work is uneven
+CHUNK = 32 * ROUNDING_BLOCK  # elements that a thread updates at a time: the threads' shares differ by at most this much
 M_SHARE, V_DECAY, V_SHARE, EPS, CLIP = (np.float32(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON, GRADIENT_CLIP))
 
 
@@ -22,7 +22,7 @@ M_SHARE, V_DECAY, V_SHARE, EPS, CLIP = (np.float32(x) for x in (1 - BETA1, BETA2
 def _update_block(
     params, grads, m_state, v_state, master, master_bits, first, n, column, of_row, of_last_row, decay, rate, v_correction, divisor
 ):
-    """n elements that share a row of the noise, from one of its columns on."""
+    """Update n elements that share one row of the noise, from its column `column` on."""
     for k in range(n):
         i = first + k
         if master is not None:
@@ -39,7 +39,7 @@ def _update_block(
         v = fma(g * V_SHARE, g, v * V_DECAY)
         p = p * decay + m * rate / (sqrt(v) / v_correction + EPS)
 
-        noise = rounding_noise(column + k, of_row)  # an fp32 array takes none, and then it is not computed
+        noise = rounding_noise(column + k, of_row)  # fp32 arrays need none: if all are fp32, it is not computed
         upper_noise = ishr(noise, S16)
         store_rounded(m_state, i, m, upper_noise)
         store_rounded(v_state, i, v, ixor(upper_noise, noise))
@@ -52,13 +52,13 @@ def _update_block(
 
 @helper
 def _number(numbers, i):
-    """The fp32 number whose bits an int32 array holds."""
+    """numbers[i], an int32, as the fp32 number of the same bits."""
     return float_of(np.uint32(numbers[i]))
 
 
 @helper
 def _update_chunk(chunk, params, grads, m_state, v_state, master, master_bits, layout, numbers, divisor):
-    """layout and numbers are stage_chunks'."""
+    """Update one chunk. layout and numbers are what stage_chunks stages."""
     t, tensors = 0, len(layout)
     while t + 1 < tensors and chunk >= layout[t + 1, 0]:
         t += 1
@@ -89,13 +89,13 @@ def _adamw(params, grads, m_state, v_state, master, master_bits, layout, chunks,
 
 
 def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    """What launching needs, the same for the same tensors. Scratch: see stage_chunks."""
+    """Stage the update and return the number of chunks, which is the same for the same tensors. Scratch: see stage_chunks."""
     _, chunks = stage_chunks(tensors, CHUNK, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
     return chunks
 
 
 def launch_adamw_update(flat, staged, scratch):
-    """The update that was staged; gradients stay as they are. Scratch: as there."""
+    """Launch the update that was staged, with the same scratch. The gradients stay as they are."""
     arenas = [array(flat[name]) if name in flat else None for name in ("parameters", "gradients", "m", "v", "master", "master_bits")]
     layout, numbers, norm = (array(scratch[name]) for name in ("update_layout", "update_numbers", "grad_norm"))
     door.launch(_adamw, *arenas, layout.reshape(scratch["update_layout"].shape), staged, numbers, norm)

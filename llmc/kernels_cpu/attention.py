@@ -1,10 +1,11 @@
-"""Causal attention, a head at a time and in it a block of queries: see llmc/layers/attention_cpu.py.
+"""Causal attention, one head at a time and within it one block of queries at a time: see llmc/layers/attention_cpu.py.
 
-Scores lie the other way round, (keys, queries), so that all of softmax goes on between vectors of queries. In forward a block of queries
-sees all of its keys before its softmax is taken; backward, which has their log-sum-exp, takes block by block of keys, each of which
-stays in the first cache until it is done with. Keys and values are packed once for a head, queries for their block, as the factors that
-products want (tiles.py). Blocks of atty and dq are computed transposed as well, (channels, queries): so a block of queries is always
-columns of the right matrix. A thread works on whole heads in room of its own, so the bits do not depend on their number.
+Scores are stored transposed, (keys, queries), so that all of softmax is arithmetic between vectors of queries. Forward computes the scores
+of a block of queries for all its keys before it takes their softmax. Backward, which has the log-sum-exp, takes one block of keys after
+the other; each stays in the L1 cache until it is finished. Keys and values are packed once per head, and queries once per block, as the
+factors that products take (tiles.py). Blocks of atty and dq are computed transposed as well, (channels, queries), so a block of queries
+is the columns of the right matrix there too. A thread works on whole heads, in scratch of its own, so the bits do not depend on the
+number of threads.
 """
 
 from collections import namedtuple
@@ -25,19 +26,19 @@ from llmc.kernels_cpu.tiles import (
 from llmc.memory.tuning import ATTENTION_BLOCK as BLOCK
 
 LOWEST, LN2 = np.float32(-np.inf), np.float32(np.log(2))
-AT_ONCE = 4  # keys whose scores are compared before they are with the highest of those before
+AT_ONCE = 4  # keys whose scores are compared with each other first, and then with the highest so far
 
-# of every worker, each flat: see NUMBA_ATTENTION of the plan for sizes
+# scratch, each an array (workers, buffers, elements of a buffer): see NUMBA_ATTENTION in llmc/memory/rooms.py for sizes
 Rooms = namedtuple(
     "Rooms",
     (
         "packed",  # factors of left matrices: forward k and the transposed v; backward k, the transposed k, and v
-        "scores",  # fp32: scores, then powers of two, which are exponentials, or in backward probabilities; there of a block of keys
+        "scores",  # fp32: scores, which become exponentials or, in backward, probabilities; in backward of one block of keys
         "weights",  # factors of a right matrix: forward exponentials, backward gradients of scores
-        "left",  # backward, of a block of keys: probabilities and gradients of scores as factors of left matrices
-        "left_values",  # the same as numbers
-        "queries",  # factors of right matrices: the transposed q; backward also q, and datty either way
-        "block",  # fp32: a block of atty or dq, transposed and as it is; before that gradients of probabilities, then of scores
+        "left",  # backward, of one block of keys: probabilities and gradients of scores, as factors of left matrices
+        "left_values",  # the same memory as numbers
+        "queries",  # factors of right matrices: the transposed q; in backward also q, and datty both transposed and as it is
+        "block",  # fp32: a block of atty or dq, transposed and as it is; before dq, gradients of probabilities, then of scores
         "sums",  # fp32: dk and dv
     ),
 )
@@ -45,7 +46,7 @@ Rooms = namedtuple(
 
 @shared
 def _hide_future(scores, at):
-    """Of the keys that are a block of queries' own positions, whose scores begin there, a query sees those up to itself."""
+    """Scores (BLOCK, BLOCK) from `at` on, whose keys are at the queries' own positions, become -inf where the key is the later one."""
     for key in range(BLOCK):
         for query in range(key):
             store(scores, at + key * BLOCK + query, LOWEST)
@@ -53,7 +54,7 @@ def _hide_future(scores, at):
 
 @shared
 def _find_highest(highest, scores, first, end):
-    """highest = the larger of itself and the scores (first <= key < end, BLOCK), by query."""
+    """highest = for each query, the largest of itself and of the scores (first <= key < end, BLOCK)."""
     for key in range(first, end, AT_ONCE):
         for query in range(BLOCK):
             at, most = key * BLOCK + query, load(highest, query)
@@ -65,7 +66,7 @@ def _find_highest(highest, scores, first, end):
 
 @shared
 def _exponentials(scores, highest, total, end, scale):
-    """Scores (end, BLOCK) become 2^(scale * (score - the highest of its query)). Also total, the sum by query; highest is scaled."""
+    """Scores (end, BLOCK) become 2^(scale * (score - its query's highest)); total = their sum for each query. highest is scaled."""
     for query in range(BLOCK):
         store(highest, query, load(highest, query) * scale)
         store(total, query, F0)
@@ -79,7 +80,7 @@ def _exponentials(scores, highest, total, end, scale):
 
 @shared
 def _pack_weights(out, at, weights, end):
-    """Numbers (end, BLOCK), fp32, as factors of a right matrix."""
+    """out, from `at` on = the numbers weights (end, BLOCK), fp32, as factors of a right matrix."""
     n = values_of(out)
     for key in range(0, end, n):
         for query in range(0, BLOCK, LANES):
@@ -97,7 +98,7 @@ def _transpose(out, x, columns):
 
 @helper
 def _mean_gradients(delta, datty, atty, first, stride, rows, HS):
-    """delta = the mean of the gradients of a query's probabilities under these, by query; which is datty * atty, summed over channels."""
+    """delta = for each query, the mean of its probabilities' gradients, weighted by those: datty * atty, summed over channels."""
     zero(delta, 0, BLOCK)
     for row in range(rows):
         total = F0
@@ -108,7 +109,7 @@ def _mean_gradients(delta, datty, atty, first, stride, rows, HS):
 
 @shared
 def _score_gradients(scores, gradients, lse, delta, scale):
-    """Of a block of keys: scores become probabilities, and gradients of probabilities those of scores."""
+    """For a block of keys, scores become probabilities, and gradients of probabilities become those of the scaled scores."""
     for key in range(BLOCK):
         for query in range(BLOCK):
             at = key * BLOCK + query
@@ -119,14 +120,14 @@ def _score_gradients(scores, gradients, lse, delta, scale):
 
 @shared
 def _pack_left(out, x):
-    """Numbers (BLOCK, BLOCK), fp32, as those of the factors of a left matrix."""
+    """out = x (BLOCK, BLOCK), fp32, rounded to the type of the numbers in a left matrix's factors."""
     for at in range(0, BLOCK * BLOCK, LANES):
         round_numbers(out, at, x, at)
 
 
 @shared
 def _write_gradient(out, first, stride, sums, sums_at, gradient, width, tile_sum, rows, scale, streams):
-    """Rows of a gradient, times scale, to out; and to its sums over rows, before they are rounded."""
+    """Write rows of a gradient, times scale, to out; and add them, before they are rounded, to its sums over rows."""
     HS = len(tile_sum)
     for tile in range(0, rows, SUMMED_ROWS):
         zero(tile_sum, 0, HS)
@@ -199,7 +200,7 @@ def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, wor
             adds = 0  # the last block of queries comes first: it writes all of dk and dv
             for at in range(keys_end - BLOCK, -1, -BLOCK):
                 rows, q, do = min(BLOCK, T - at), q_at + at * 3 * C, out_at + at * C
-                for row in range(rows):  # each lies far from the next, where hardware does not look for it
+                for row in range(rows):  # rows lie far apart, so the hardware does not prefetch the next one
                     fetch(datty, do + row * C, HS)
                     fetch(atty, do + row * C, HS)
                 pack_right(q_columns, BLOCK, 0, BLOCK, depth, qkvr, q, 3 * C, 1, rows, HS)
@@ -231,14 +232,14 @@ def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, wor
 
 
 def attention_forward(atty, lse, qkvr, NH, scratch):
-    """Scratch: attention_packed, _scores, _weights, _queries and _block, as the plan has them; _left and _sums are not touched."""
+    """Scratch: attention_packed, _scores, _weights, _queries and _block, as in the plan; _left and _sums must exist but are not touched."""
     B, T, C = atty.shape
     rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(atty, C // NH, scratch["attention_packed"])
     door.launch(_forward, *(array(t) for t in (atty, lse, qkvr)), rooms, B, T, NH, C // NH, workers, streams)
 
 
 def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
-    """Scratch: forward's, attention_left, attention_sums and attention_bias."""
+    """Scratch: forward's, with attention_left and attention_sums, and attention_bias."""
     B, T, C = datty.shape
     bias = scratch["attention_bias"]
     rooms, workers, streams = _rooms(scratch), _workers(scratch, B * NH), streams_lines(dqkvr, C // NH, scratch["attention_packed"])

@@ -4,7 +4,7 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import F0, array, cdiv, helper, jit, load, prange, store
 
 BLOCK = 256  # columns
-TILE_ROWS = 16  # that are summed by themselves, before they are added to a part's sum: a rounding error grows with the terms of a sum
+TILE_ROWS = 16  # rows summed on their own before they are added to a part's sum: rounding errors grow with the number of terms
 
 
 @helper
@@ -50,15 +50,15 @@ def _finish_columns(out0, out1, out2, sections, partials, parts, stride, C, bloc
 
 
 def parts_of(n_rows, partials):
-    """(rows of a part, parts that have any), of as many parts as partials (P, ...) has rows."""
+    """(rows of a part, number of parts that have any), for at most as many parts as partials (P, ...) has rows."""
     rows_each = cdiv(n_rows, len(partials))
     return rows_each, cdiv(n_rows, rows_each)
 
 
 def finish_columns(outs, partials, parts, accumulate):
-    """outs[i] (C,) = the sums over the first `parts` rows of partials, column i * C + c, plus what it held if `accumulate`.
+    """outs[i][c] = the sum over the first `parts` rows of partials, of column i * C + c, plus what it held if `accumulate`.
 
-    Up to three outs, all of one type and size. partials is destroyed.
+    There are up to three outs (C,), all of one type and size. partials is destroyed.
     """
     C, stride = len(outs[0]), partials.shape[1]
     arrays = (*(array(out) for out in outs), *[array(outs[0])] * (3 - len(outs)))

@@ -1,11 +1,11 @@
 """The one place that imports numba: what the kernels share, and how they are compiled and launched.
 
-Arithmetic here is meant to the bit. Elementwise kernels give what the torch operations in llmc/layers/ give: no multiply and
-add is contracted unless fma says so, divisions and roots are correctly rounded, fp32 becomes bf16 by rounding to nearest even.
-Only plus may be taken in another order, which is how a compiler sums in vectors.
+The arithmetic here is defined to the bit. Elementwise kernels give the bits of the torch operations in llmc/layers/: no multiply and
+add is contracted unless fma says so, divisions and roots are correctly rounded, and fp32 becomes bf16 by rounding to nearest even.
+Only additions by plus may be reordered, so that the compiler can sum in vectors.
 
-Python's operators would make uint32 arithmetic 64 bits wide, and halve a vector's lanes; so integers are combined by functions
-that emit the one instruction. bf16 is uint16 here; a kernel sees flat arrays, which load and store widen and narrow.
+Python's operators would make uint32 arithmetic 64 bits wide, and halve a vector's lanes, so integers are combined by functions
+that emit a single instruction. Kernels see flat arrays, with bf16 as uint16; load widens from it, and store narrows to it.
 """
 
 import fcntl
@@ -32,46 +32,46 @@ from llmc.processor import cpu_has_amx
 from llmc.layers.rounding import PRIME_Y
 
 LLVM = llvmlite.binding.llvm_version_info
-COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # of a kernel, by another process: then it hangs, and is not waited for
+COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # seconds that another process may compile a kernel before it counts as hung; between looks
 AMX_FEATURES = {"amx-tile", "amx-bf16"}
-LINE = 64  # bytes of a line of cache
+LINE = 64  # bytes of a cache line
 if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features().split(","):
-    numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM takes half of the vectors on Intel
-# a division by zero is infinite, and no exception; nobody calls a kernel from C, nor what kernels call from Python either, which saves a
-# tenth of the time it takes to compile them
+    numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM uses half of the vector width on Intel
+# a division by zero gives infinity, not an exception. No kernel is called from C, and nothing that kernels call is called from Python:
+# leaving out the wrappers for that saves a tenth of the compile time
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
-# A helper is inlined into every kernel that calls it. Compiled by itself, its sums (plus) could be vectorized otherwise than in another
-# copy of it, and which copy a kernel gets would depend on what was compiled, or loaded from disk, first.
+# A helper is inlined into every kernel that calls it. Compiled on its own, it would exist in several copies, in which its sums (plus)
+# could be vectorized differently, and which copy a kernel gets would depend on what was compiled, or loaded from disk, first.
 helper = njit(**OPTIONS, no_cpython_wrapper=True, forceinline=True)
-# A shared function uses no plus, so every copy has the same bits: it is compiled once for all kernels that call it.
+# A shared function uses no plus, so every copy gives the same bits: it is compiled once for all kernels that call it.
 shared = njit(**OPTIONS, no_cpython_wrapper=True)
 
 
 def jit(function):
-    """A kernel, compiled for the argument types it is first called with, in parallel where it says prange.
+    """A kernel, compiled at its first call with arguments of each combination of types. Its prange loops run in parallel.
 
-    Compiled code is kept beside the source, or in the user's cache folder, or where neither can be written to not at all.
+    Compiled code is kept beside the source or in the user's cache folder; where neither can be written to, it is not kept.
     """
     try:
         kernel = njit(**OPTIONS, parallel=True, cache=True)(function)
     except RuntimeError:
         return njit(**OPTIONS, parallel=True)(function)
     kept = kernel._cache._cache_file
-    name = kept._index_name.removesuffix(".nbi") + "-amx" * cpu_has_amx()  # which Linux may refuse to who has the same processor
+    name = kept._index_name.removesuffix(".nbi") + "-amx" * cpu_has_amx()  # Linux may refuse it where the processor has it
     kernel._cache._cache_file = KeptKernels(kept._cache_path, name, sources())
     return kernel
 
 
 class KeptKernels(IndexDataCacheFile):
-    """Compiled code of a kernel on disk, for several processes at once: an index by argument types, and a file for each.
+    """The compiled code of a kernel on disk, safe for several processes at once: an index by argument types, and a file for each.
 
-    numba's own writes the index before the file, and two processes may choose the same one: a third would be given code that was
-    compiled for other types, and run it. So only one process at a time reads or writes here, and the index comes last. Who finds
-    nothing has the kernel to itself until it has saved what it compiled: the ranks of a run wait for one of them to compile.
+    numba's own class writes the index before the file, and two processes may choose the same file: a third would load and run code
+    that was compiled for other types. So only one process at a time reads or writes here, and the index is written last. A process
+    that finds no code keeps the lock until it has saved what it compiled, so the ranks of a run wait for one of them to compile.
     """
 
-    _lock = None  # an open file that is locked, while this process reads, compiles or writes
+    _lock = None  # an open file, locked while this process reads, compiles or writes
 
     def load(self, key):
         self._take_lock()
@@ -88,7 +88,7 @@ class KeptKernels(IndexDataCacheFile):
             name = overloads.get(key) or next(name for name in names if name not in overloads.values())
             self._save_data(name, data)
             self._save_index(overloads | {key: name})
-        except OSError:  # a full disk: it is compiled again next time
+        except OSError:  # a full disk: the kernel is compiled again next time
             pass
         finally:
             self._release_lock()
@@ -99,7 +99,7 @@ class KeptKernels(IndexDataCacheFile):
         try:
             os.makedirs(self._cache_path, exist_ok=True)
             lock = open(os.path.join(self._cache_path, self._index_name + ".lock"), "w")
-        except OSError:  # nobody can save here either
+        except OSError:  # then no process can save here either
             return
         deadline = time.monotonic() + COMPILED_AFTER_S
         while time.monotonic() < deadline:
@@ -119,7 +119,7 @@ class KeptKernels(IndexDataCacheFile):
 
 
 def _or_nothing(read, *args):
-    """read(*args), or None where a file is damaged, as after a loss of power: pickle may raise anything then."""
+    """read(*args), or None if a file is damaged, as after a loss of power: pickle may then raise any exception."""
     try:
         return read(*args)
     except Exception:
@@ -136,18 +136,18 @@ def sources():
 
 
 def processor_features() -> frozenset:
-    """Of the processor that numba compiles for, this one unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES says otherwise: LLVM's names."""
+    """LLVM's names of the features numba compiles for: this processor's unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES says otherwise."""
     features = numba.config.CPU_FEATURES
     features = get_host_cpu_features() if features is None else features
     known = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
     return known if cpu_has_amx() else known - AMX_FEATURES
 
 
-_calls = None  # of the recording that is being made
+_calls = None  # the calls of the recording that is being made, if any
 
 
 def launch(kernel, *args):
-    """Run a kernel on as many threads as torch uses; in a recording, keep the call instead."""
+    """Run a kernel on as many threads as torch uses; while recording, add the call to the list instead."""
     if _calls is None:
         use_threads()
         kernel(*args)
@@ -160,7 +160,7 @@ def launch(kernel, *args):
 
 @contextmanager
 def recorded():
-    """A list of (function, args), to which launches inside are added instead of run: compiled code, which has run before with such args."""
+    """A list to which launches inside are added, as (compiled code, args), instead of run. The code has run before with such args."""
     global _calls
     _calls = []
     try:
@@ -170,7 +170,7 @@ def recorded():
 
 
 def use_threads():
-    """Have kernels run on as many as torch uses."""
+    """Have kernels run on as many threads as torch uses."""
     start_threads()
     if threads() != numba.get_num_threads():
         numba.set_num_threads(threads())
@@ -178,14 +178,14 @@ def use_threads():
 
 @cache
 def start_threads():
-    """Have numba start its threads. It tells OpenMP as many as there are processors, which would be torch's number too: set back."""
+    """Have numba start its threads. It sets OpenMP's number of threads, which is torch's too, to that of the processors: set it back."""
     count = torch.get_num_threads()
     numba.get_num_threads()
     torch.set_num_threads(count)
 
 
 def threads() -> int:
-    """That a kernel runs on."""
+    """The number of threads that a kernel runs on."""
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
 
@@ -194,12 +194,12 @@ def cdiv(a, b):
 
 
 class _Kept:
-    """With a tensor: a numpy array of its memory, which starts at that place. A copy of the tensor, or a pickled one, has it not."""
+    """Kept with a tensor: a numpy array of its memory, and the address where that starts. A copied or pickled tensor has lost it."""
 
     def __init__(self, place=None, array=None):
         self.place, self.array = place, array
 
-    def __reduce__(self):  # for both
+    def __reduce__(self):  # copying and pickling both call it
         return _Kept, ()
 
 
@@ -207,8 +207,8 @@ NOT_KEPT = _Kept()
 
 
 def _made_once(view):
-    """view(tensor), a numpy array of its memory, kept with the tensor, which is not to change its shape in place: to make one takes longer
-    than many a kernel."""
+    """view(tensor), a numpy array of its memory, made once and kept with the tensor: making one takes longer than many a kernel. The
+    tensor's shape must not be changed in place."""
     name = f"numpy_{view.__name__}"
 
     @wraps(view)
@@ -224,7 +224,7 @@ def _made_once(view):
 
 @_made_once
 def array(tensor):
-    """The memory of a contiguous tensor as a flat numpy array; bf16, and int16, as uint16."""
+    """The memory of a contiguous tensor as a flat numpy array; bf16 and int16 as uint16."""
     flat = tensor.view(-1)
     if flat.element_size() == 2:
         return flat.view(torch.int16).numpy().view(np.uint16)
@@ -233,7 +233,7 @@ def array(tensor):
 
 @_made_once
 def factors(tensor):
-    """The same as the factors of products: see tiles.py."""
+    """The same memory as the factors of products: see tiles.py."""
     return tensor.view(-1).view(torch.int32).numpy().view(np.uint32) if tensor.element_size() == 2 else array(tensor)
 
 
@@ -244,7 +244,7 @@ FLOAT, INT32, INT16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 
 
 def _unary(result, operand, emit):
-    """A function of one argument that is what emit(builder, a) writes."""
+    """A function of one argument whose code is what emit(builder, a) writes."""
 
     @intrinsic
     def function(typing, a):
@@ -312,7 +312,7 @@ def place_of(context, builder, kind, array, index):
 
 @intrinsic
 def load(typing, array, index):
-    """array[index] as fp32; no check and no index from the end."""
+    """array[index] as fp32. The index is not checked, and a negative one does not count from the end."""
 
     def emit(context, builder, signature, values):
         x = builder.load(place_of(context, builder, array, *values))
@@ -336,14 +336,14 @@ def store(typing, array, index, x):
 
 
 def emit_fetch(builder, place, writes=False):
-    """Have the line of cache at a place, a pointer to bytes, fetched."""
+    """Prefetch the cache line at `place`, a pointer to bytes."""
     kind = ir.FunctionType(ir.VoidType(), [place.type, INT32, INT32, INT32])
     instruction = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8" if LLVM < (15,) else "llvm.prefetch.p0")
-    builder.call(instruction, [place, INT32(int(writes)), INT32(3), INT32(1)])  # for all caches, data
+    builder.call(instruction, [place, INT32(int(writes)), INT32(3), INT32(1)])  # 3: into all caches, 1: data
 
 
 def _prefetcher(writes):
-    """A function of (array, at) that has the line of cache with array[at] fetched, to be read or to be written. It may lie outside."""
+    """A function of (array, at) that prefetches the cache line of array[at], to be read or to be written. It may lie outside the array."""
 
     @intrinsic
     def prefetch(typing, array, at):
@@ -362,7 +362,7 @@ prefetch, prefetch_to_write = _prefetcher(False), _prefetcher(True)
 
 @shared
 def fetch(array, first, n):
-    """Have n numbers fetched into the caches, to be read soon: while a core calculates much for each, hardware by itself does not read far
+    """Prefetch n numbers that are read soon: where a core calculates much for each of them, the hardware by itself does not read far
     enough ahead."""
     for i in range(first, first + n, LINE // array.itemsize):
         prefetch(array, i)
@@ -370,13 +370,13 @@ def fetch(array, first, n):
 
 @shared
 def fetch_to_write(array, first, n):
-    """The same of what is soon to be written."""
+    """The same for numbers that are written soon."""
     for i in range(first, first + n, LINE // array.itemsize):
         prefetch_to_write(array, i)
 
 
 def nearest(builder, x):
-    """fp32, or a vector of them, as bf16."""
+    """An fp32, or a vector of them, rounded to the nearest bf16, ties to even."""
     lanes = getattr(x.type, "count", 0)
 
     def wide(n):
@@ -391,9 +391,9 @@ def nearest(builder, x):
 
 @intrinsic
 def store_rounded(typing, array, index, x, noise):
-    """array[index] = x, an fp32; where the array is bf16, away from zero where its lower half exceeds that of the noise, else toward zero.
+    """array[index] = x, an fp32; rounded where the array is bf16: away from zero if its lower half exceeds the noise's, else toward zero.
 
-    A NaN stays as it is: what is added would carry over into the sign of one that is all ones, and make it a zero.
+    Nothing is added to a NaN: in one that is all ones, the carry would run into the sign and make it a zero.
     """
 
     def emit(context, builder, signature, values):
@@ -411,7 +411,7 @@ def store_rounded(typing, array, index, x, noise):
 
 @helper
 def aligned(n):
-    """(n,) fp32 of a thread's own, from the start of a line of cache on: else every vector that fills a line would lie in two."""
+    """A thread's own array (n,) fp32 that starts at a cache line: otherwise every vector that fills a line would straddle two."""
     room = np.empty(n + LINE // 4, np.float32)
     first = -room.ctypes.data % LINE // 4
     return room[first : first + n]
@@ -440,7 +440,7 @@ def store_bits(typing, array, index, x):
 
 @intrinsic
 def load_order(typing, array, index):
-    """An integer, as wide as array[index], that is larger the larger that number is."""
+    """array[index] as an integer of the same width and order: a larger number gives a larger integer."""
 
     def emit(context, builder, signature, values):
         bits = builder.load(place_of(context, builder, array, *values))
@@ -451,7 +451,7 @@ def load_order(typing, array, index):
 
 @intrinsic
 def number_of(typing, order):
-    """The number, as fp32, of a load_order."""
+    """The fp32 number for which load_order gave `order`."""
 
     def emit(context, builder, signature, values):
         bits = _fold(builder, *values)
@@ -461,7 +461,7 @@ def number_of(typing, order):
 
 
 def _fold(builder, bits):
-    """Negative numbers, whose bits as integers ascend away from zero, turned around; the same function turns them back."""
+    """Reverse the order of negative numbers, whose bits as integers ascend away from zero; applied twice, it changes nothing."""
     sign = builder.ashr(bits, bits.type(bits.type.width - 1))
     return builder.xor(bits, builder.lshr(sign, bits.type(1)))
 
@@ -478,13 +478,13 @@ F0, F1 = np.float32(0), np.float32(1)
 
 @helper
 def noise_of_row(row, seed):
-    """What all places of a row of the rounding noise have in common."""
+    """The part of the rounding noise that all places of a row have in common."""
     return iadd(imul(np.uint32(row), ROW_STRIDE), seed)
 
 
 @helper
 def rounding_noise(column, of_row):
-    """SquirrelNoise5 at a column, of a row by noise_of_row, all uint32: see llmc/layers/rounding.py."""
+    """SquirrelNoise5 at a column of the row that noise_of_row gave, all uint32: see llmc/layers/rounding.py."""
     n = iadd(imul(np.uint32(column), N1), of_row)
     n = iadd(ixor(n, ishr(n, S9)), N2)
     n = imul(ixor(n, ishr(n, S11)), N3)
@@ -504,18 +504,18 @@ ONE_BITS, S23, LEAST_EXPONENT = np.uint32(0x3F800000), np.uint32(23), np.float32
 
 @helper
 def exp(d):
-    """exp(d) for -87 <= d <= 88, to an ulp: the bits of torch's on an x86 CPU, which is SLEEF's expf of 1.0 ulp. A NaN stays one.
+    """exp(d) for -87 <= d <= 88, within an ulp: the bits of torch's on an x86 CPU, which is SLEEF's expf of 1.0 ulp. A NaN stays one.
 
     exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6.
     """
-    shifted = d * LOG2_E + TO_WHOLE  # 1.5 * 2^23: what is added becomes a whole number, in the lowest bits
+    shifted = d * LOG2_E + TO_WHOLE  # 1.5 * 2^23: rounds to a whole number, which is in the lowest bits
     q = shifted - TO_WHOLE
     s = fma(q, -LN2_LOW, fma(q, -LN2_HIGH, d))
     u = fma(fma(fma(fma(fma(E7, s, E6), s, E5), s, E4), s, E3), s, E2)
     return (F1 + fma(s * s, u, s)) * float_of(iadd(ishl(bits_of(shifted), S23), ONE_BITS))
 
 
-# 2^f for |f| <= 1/2 to 2e-9: fitted to the least relative error
+# 2^f for |f| <= 1/2, within 2e-9: fitted for the least relative error
 P0, P1, P2, P3, P4, P5, P6 = (
     np.float32(x)
     for x in (1.0, 0.693147182464599609375, 0.24022646248340606689453125, 0.05550328642129898071289, 0.009618489071726799011230,
@@ -526,7 +526,7 @@ LEAST_POWER = np.float32(-125)
 
 @helper
 def exp2_below_zero(t):
-    """2^t for t <= 0, to two ulps; nothing below -125, where it would soon be subnormal. By rounding t may be above, which is 1. A NaN
+    """2^t for t <= 0, within two ulps; 0 below -125, shortly before it would be subnormal. A t that rounding made positive gives 1. A NaN
     stays one."""
     t = select(t > F0, F0, t)
     shifted = t + TO_WHOLE
@@ -537,5 +537,5 @@ def exp2_below_zero(t):
 
 @helper
 def exp_below_zero(d):
-    """exp(d) for d <= 0; nothing below -87, where it would soon be subnormal."""
+    """exp(d) for d <= 0; 0 below -87, shortly before it would be subnormal."""
     return select(d < LEAST_EXPONENT, F0, exp(d))

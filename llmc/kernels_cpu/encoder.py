@@ -1,6 +1,6 @@
 """Token and position embeddings: see llmc/layers/encoder.py.
 
-Backward adds the rows of one token, in order of position, and writes its gradient once: the loader has grouped the positions.
+Backward adds the rows of one token, in order of position, and writes its gradient once: the loader has grouped the positions by token.
 """
 
 import numpy as np
@@ -10,12 +10,12 @@ from llmc.kernels_cpu.columns import add_row, zero
 from llmc.kernels_cpu.door import aligned, array, helper, jit, load, noise_of_row, prange, rounding_noise, store, store_rounded
 from llmc.layers.encoder import stage_encoder_backward
 
-PARTS = 64  # each takes every 64th token: neighbours are about equally frequent
+PARTS = 64  # each takes every 64th token, an even share: neighbours are about equally frequent
 
 
 @helper
 def _write_row(grad, first, total, noise_row, seed, add):
-    """A row of the gradient = total, plus what it held if `add`: one stochastic rounding where it is bf16."""
+    """A row of the gradient = total, plus what it held if `add`, with one stochastic rounding where it is bf16."""
     of_row = noise_of_row(noise_row, seed)
     for c in range(len(total)):
         x = load(total, c)
@@ -53,7 +53,7 @@ def _encoder_backward(dwte, dwpe, dout, positions, groups, B, T, C, first_noise_
             if start < end:
                 token = np.int64(groups[tokens + group])
                 zero(total, 0, C)
-                if in_fp32:  # the rows go onto the gradient one by one
+                if in_fp32:  # the rows are added to the gradient one by one
                     for c in range(C):
                         store(total, c, load(dwte, token * C + c))
                 for i in range(start, end):

@@ -1,4 +1,4 @@
-"""All kernels' launchers, by the names of their counterparts in llmc/layers/."""
+"""The launchers of the kernels, by the names of their counterparts in llmc/layers/."""
 
 from llmc.kernels_cpu.adamw import adamw_update, launch_adamw_update, stage_adamw_update
 from llmc.kernels_cpu.attention import attention_backward, attention_forward
@@ -10,7 +10,7 @@ from llmc.kernels_cpu.layernorm import layernorm_backward, layernorm_forward, la
 
 
 def numba_operations() -> dict:
-    """Name -> launcher. Attention needs none of the others: it packs its gradients, and sums its bias', itself."""
+    """Name -> launcher. Attention needs none of the others: it packs its gradients, and sums the bias gradient, itself."""
     launchers = (
         encoder_forward, encoder_backward, layernorm_forward, residual_layernorm_forward, layernorm_normalize, layernorm_backward,
         gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm, adamw_update,
@@ -20,6 +20,6 @@ def numba_operations() -> dict:
 
 
 def staged_operations() -> dict:
-    """Of those that take numbers which change from step to step, a half that keeps these in the plan's memory, and one that launches."""
+    """Operations whose arguments change from step to step, in two halves: one copies these into the plan's memory, one launches."""
     halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
     return {f.__name__: f for f in halves}

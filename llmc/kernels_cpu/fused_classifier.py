@@ -1,7 +1,7 @@
 """Softmax, cross-entropy and the logits' gradient, in place: see llmc/layers/fused_classifier.py.
 
-A thread takes a row at a time: its maximum; its exponentials, which stay in the core's cache in fp32, while the next row is fetched; from
-these its gradient.
+A thread takes a row at a time. It finds the row's maximum, then the exponentials, which stay in the core's cache in fp32 while the next
+row is fetched, and from these the gradient.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ BLOCK = 1024  # exponentials that are summed in fp32; the sums of blocks in fp64
 
 @helper
 def _largest_of(logits, first, V):
-    """A NaN counts as larger than any, or, with a sign, as smaller; a sum of differences from this will tell."""
+    """The largest of V logits. A NaN counts as larger than any or, with the sign set, as smaller: the exponentials then sum to NaN."""
     largest = load_order(logits, first)
     for i in range(first, first + V):
         largest = larger(largest, load_order(logits, i))
@@ -63,7 +63,7 @@ def _classify(logits, losses, targets, dloss, n, rows_each, parts, V, Vp):
 
 
 def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows_at_once):
-    """No scratch: each thread allocates a row in fp32."""
+    """scratch and rows_at_once are not used: each thread allocates a row in fp32."""
     n, Vp = logits.shape
     rows_each = max(1, n // 64)
     door.launch(

@@ -1,7 +1,7 @@
 """GELU, and its gradient with the bias gradient and, where asked for, GELU again in the same pass: see llmc/layers/gelu.py.
 
-In fp32 they are calculated. There are only 65536 numbers in bf16: GELU and its slope are looked up there, by the bits of a number, in
-tables that the operations of llmc/layers/ fill. In a step of d12 that takes half as long, and has the same bits.
+In fp32 both are calculated. bf16 has only 65536 numbers, so there GELU and its slope are looked up, by the bits of a number, in tables
+that the operations of llmc/layers/ fill. In a step of d12 that takes half as long, and gives the same bits.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
 
 CHUNK = 8192
-NEAR = 256  # numbers that are calculated while the next as many are fetched
+NEAR = 256  # numbers that are calculated while the next NEAR are fetched
 A, B, THREE_B, FLATTEST, HALF = (np.float32(x) for x in (A, B, 3 * B, FLATTEST, 0.5))
 SIGN, ALL_BUT_SIGN = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 
@@ -67,7 +67,7 @@ def _forward(out, inp, values, first, end):
 
 @helper
 def _backward_row(d_in_out, total, inp, out_again, values, slopes, first):
-    """total (C,) += the new d_in_out."""
+    """A row of d_in_out *= the slopes; total (C,) += the new d_in_out."""
     for at in range(0, len(total), NEAR):
         ahead = first + min(at + NEAR, len(total))
         fetch(inp, ahead, NEAR)
@@ -105,7 +105,7 @@ def _gelu_backward(d_in_out, partials, inp, out_again, values, slopes, n_rows, r
 
 @cache
 def _tables():
-    """(GELU of every bf16, by its bits and as bits, and its slope there in fp32), 128 and 256 KiB."""
+    """(GELU of every bf16, as bits; its slope there, in fp32), both indexed by the bf16's bits. 128 and 256 KiB."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(1, -1).view(torch.bfloat16)
     values, slopes = torch.empty_like(every), torch.ones(every.shape)
     scratch = {"rows": torch.empty(4, 2**16), "column_sums": torch.empty(2, 2**16)}
@@ -115,7 +115,7 @@ def _tables():
 
 
 def _tables_for(inp):
-    """(None, None) where there are none."""
+    """The tables for bf16; (None, None) for fp32."""
     return _tables() if inp.dtype == torch.bfloat16 else (None, None)
 
 

@@ -33,6 +33,6 @@ def _global_norm(out, grads, partials, each):
 
 
 def global_norm(out, grads, scratch, *, piece):
-    """Scratch: norm_partials (P,) fp32. Partials are ranges of a fixed number, so `piece` does not matter."""
+    """Scratch: norm_partials (P,) fp32. The number of partials is fixed, each for a range of grads, so `piece` is not used."""
     partials = array(scratch["norm_partials"])
     door.launch(_global_norm, array(out), array(grads), partials, cdiv(cdiv(len(grads), len(partials)), BLOCK) * BLOCK)

@@ -1,8 +1,8 @@
-"""LayerNorm forward, with or without the addition before it, again from kept statistics, and backward: see llmc/layers/layernorm.py.
+"""LayerNorm: forward, with or without the addition before it or from kept statistics, and backward. See llmc/layers/layernorm.py.
 
-A thread takes a row at a time, widened to fp32 in the core's cache, and has the next one fetched meanwhile: a tensor before each pass, as
-a core can wait for only so many lines at once. Backward is a fixed number of parts, each a range of rows, whose sums for the weight, the
-bias and the projection's bias are partials that are then added in order.
+A thread takes a row at a time, widened to fp32 in the core's cache, and prefetches the next one meanwhile. Where a row takes several
+passes, one tensor is prefetched before each, as a core can wait for only so many cache lines at once. Backward is a fixed number of parts,
+each a range of rows, whose sums for the weight, the bias and the projection's bias are partials that are then added in order.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ from llmc.kernels_cpu.door import F0, F1, aligned, array, cdiv, fetch, fetch_to_
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
 
-ROWS = 8  # of a part, where nothing is summed over rows
+ROWS = 8  # in a part, where nothing is summed over rows
 EPS = np.float32(EPSILON)
 
 
 @helper
 def _statistics(x):
-    """Mean and rstd of a row in fp32. By no path but this, so that the bits are the same after an addition and in any type."""
+    """Mean and rstd of a row in fp32. There is no other path to them, so the bits are the same after an addition and for any type."""
     C = np.float32(len(x))
     total = F0
     for c in range(len(x)):
@@ -34,7 +34,7 @@ def _statistics(x):
 
 @helper
 def _read_row(x, inp, residual, first):
-    """x = a row of inp, to which that of residual was added, if given."""
+    """x = a row of inp, after the row of residual, if given, was added to it in place."""
     for c in range(len(x)):
         if residual is not None:
             store(inp, first + c, load(inp, first + c) + load(residual, first + c))
@@ -74,7 +74,7 @@ def _layernorm_normalize(out, mean, rstd, inp, weight, bias, n, parts):
 
 @helper
 def _sum_weight_and_bias(total, x_hat, g, dout, inp, first, weight, mean, rstd):
-    """x_hat and g = dout * weight of a row; total (3C,) takes its share of dweight and dbias."""
+    """x_hat and g = dout * weight, for a row; its share of dweight and dbias is added to total (3C,)."""
     C = len(weight)
     for c in range(C):
         dy = load(dout, first + c)
@@ -97,7 +97,7 @@ def _means(x_hat, g):
 
 @helper
 def _add_to_stream(dresidual, first, total, x_hat, g, g_mean, gx_mean, rstd, projection):
-    """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))"""
+    """For a row, dresidual += rstd * (g - mean(g) - x_hat * mean(g * x_hat)); with `projection`, the last C of total += the result."""
     C = len(g)
     for c in range(C):
         dx = (load(g, c) - g_mean - load(x_hat, c) * gx_mean) * rstd

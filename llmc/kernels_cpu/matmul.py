@@ -1,11 +1,11 @@
 """Matmuls, tile by tile in registers: see llmc/layers/matmul.py.
 
-A panel of columns of the right factor is packed by the thread that multiplies it next, so much of its depth at once that it stays in the
-core's own cache. Rows of the left factor are read where they lie; or packed as many at a time as a tile has, where they are to be widened,
-or are no whole tiles. Where what lies together are columns, as in a weight's gradient, they are packed before all threads go on, a part of
-the rows at a time, and with AMX of the depth. What a thread works on is a panel of the product, or some of its rows, added up in fp32. An
-element is the sum over DEPTH factors, added to that over the next, or with AMX over what a tile is deep: its bits depend on no threads,
-panels or pieces.
+A panel of columns of the right matrix is packed by the thread that multiplies it next, only as much of its depth at once as stays in the
+core's own cache. Rows of the left matrix are read where they lie, or packed a tile's rows at a time where they must be widened or do not
+fill whole tiles. Where the left matrix is stored by columns, as in a weight's gradient, all threads first pack it together, a part of its
+rows at a time and, with AMX, a part of its depth. A thread's task is a panel of the product, or some of the panel's rows, added up in fp32.
+An element is summed over DEPTH factors at a time, or with AMX over the depth of a tile, and these sums are added in order: its bits do not
+depend on threads, panels or pieces.
 """
 
 from collections import namedtuple
@@ -26,27 +26,27 @@ from llmc.memory.tuning import MATMUL_PANEL as PANEL
 from llmc.units import even_part, whole
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)  # how the left matrix is read
-# out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is factors of K numbers and of what fills up whole tiles: all that
-# is called depth or k counts factors
+# out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is K in factors, rounded up to whole tiles: whatever is called
+# depth or k counts factors
 Product = namedtuple("Product", ("out", "bias", "adds", "biased", "streams", "M", "N", "K", "all_k"))
-# number d of row i, numbers[i * row + d * step], and where they are read as factors: in place, or packed
+# number d of row i is numbers[i * row + d * step]; factors are what is multiplied: the same in place, or packed
 Left = namedtuple("Left", ("where", "numbers", "row", "step", "factors", "factors_row"))
-# number d of column j, numbers[j * row + d * step]
+# number d of column j is numbers[j * row + d * step]
 Right = namedtuple("Right", ("numbers", "row", "step"))
-# part_rows, part_depth  of the left factor, packed at once if it is packed by parts
+# part_rows, part_depth  of the left matrix: what is packed at once if it is packed by parts
 # rows, columns          of the product: one task of a worker
-# depth, near            of a panel of the right factor, and how much of that is multiplied at a time
+# depth, near            of a panel of the right matrix, and how much of that is multiplied at a time
 Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "depth", "near"))
-# Most rows of a task whose sums are read and written again for every depth: so many sums still stay in the second cache. Where the left
-# factor is packed in parts of the depth there may be more.
+# Most rows of a task whose sums are read and written again for every panel's depth: that many sums still stay in the L2 cache. Where the
+# left matrix is packed in parts of the depth there may be more.
 MOST_ROWS = 1024
-# Columns of a panel with AMX or large tiles, which multiply so fast that factors and sums should be read seldom, and its depth with AMX;
-# fewer if there are so many threads that the plan's room is less for each. Matmuls of a step of d12 with 1024 rows by AMX, in ms:
-# 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471. Later, without the head, with 1024 and 4096 rows: 384 x 512 275 and 1203,
-# 384 x 704 276 and 1169, as weight gradients of 4096 rows then take three depths instead of four. By large tiles 192 x 256 2663,
-# 384 x 256 2555, 768 x 256 2549.
+# Most columns of a panel with AMX or large tiles, which multiply so fast that factors and sums should be read seldom, and its greatest
+# depth with AMX. Both are less if so many threads share the plan's scratch that each has too little. Times of the matmuls of a d12 step
+# with 1024 rows, by AMX, in ms, for columns x depth: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471. Later, without the head,
+# with 1024 and 4096 rows: 384 x 512 275 and 1203, 384 x 704 276 and 1169, as weight gradients of 4096 rows then take three depths instead
+# of four. By large tiles: 192 x 256 2663, 384 x 256 2555, 768 x 256 2549.
 MOST_COLUMNS, AMX_DEPTH = 384, 704
-# How much of that depth is multiplied at a time, so that a tile's rows of the left factor stay in the first cache: with both factors packed
+# How much of that depth is multiplied at a time, so that a tile's rows of the left matrix stay in the L1 cache: with both matrices packed
 # 4.2 TFLOP/s for 256, 3.5 for 384, 2.8 for 512. The smaller one is for products of several depths, whose rows lie farther apart.
 AMX_NEAR, AMX_NEAR_IN_PARTS = 384, 256
 
@@ -55,7 +55,7 @@ cdiv = shared(door.cdiv)
 
 @shared
 def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, columns, adds, biased, streams):
-    """out[at + i * out_row + j] = (adds: itself +) (biased: bias[first + j] +) a sum; if it streams, rows are whole lines of cache."""
+    """out[at + i * out_row + j] = (adds: itself +) (biased: bias[first + j] +) a sum; if `streams`, rows are whole cache lines."""
     for i in range(rows):
         o, s = at + i * out_row, sums_at + i * sums_row
         if biased:
@@ -70,9 +70,9 @@ def _finish(out, at, out_row, bias, first, sums, sums_at, sums_row, rows, column
 
 @shared
 def _multiply_rows(p, left, sizes, panel, total, sums_at, sums_step, row, packed_row, rows, column, columns, k, packed_k, depth):
-    """Of a task's rows, each tile by the panel: `depth` factors from k on, added up in `total`, and written after the last of them.
+    """Multiply each tile of a task's rows by the panel: `depth` factors from k on, added up in `total`; out is written after the last k.
 
-    sums_at, sums_step     where in total, and how far apart the rows are; they all have the same place if nothing is added to them later
+    sums_at, sums_step     where the sums lie in total, and how far apart rows are; 0 if nothing is added later: tiles share one place
     packed_row, packed_k   what row and k are in left.factors
     """
     n, ROWS, COLUMNS = values_of(panel), tile_rows(panel), tile_columns(panel)
@@ -86,7 +86,7 @@ def _multiply_rows(p, left, sizes, panel, total, sums_at, sums_step, row, packed
         for near_k in range(0, depth, sizes.near):
             deep, b_at = min(sizes.near, depth - near_k), near_k * COLUMNS
             for j in range(0, columns, COLUMNS):
-                if last and not by_amx(panel):  # its place is fetched while it is added up
+                if last and not by_amx(panel):  # prefetch its place in out while it is added up
                     for r in range(height):
                         fetch_to_write(p.out, at + r * p.N + j, COLUMNS)
                 multiply_tile(
@@ -100,12 +100,12 @@ def _multiply_rows(p, left, sizes, panel, total, sums_at, sums_step, row, packed
 def _multiply(p, left, right, packed, panels, sums, sizes):
     """p.out = (p.adds: p.out +) left @ right (p.biased: + bias).
 
-    packed        room for left's factors, where all threads pack them
-    panels, sums  of each worker; a tile's rows of the left factor lie behind a panel
+    packed        scratch for left's factors, where all threads pack them
+    panels, sums  scratch of each worker; a tile's rows of the left matrix lie behind a panel
     """
     n, COLUMNS = values_of(packed), tile_columns(packed)
     workers, n_panels, at_once = len(panels), cdiv(p.N, sizes.columns), p.all_k <= sizes.depth
-    kept = sizes.rows * sizes.columns if sizes.part_depth < p.all_k else 0  # sums of a task, until the last part has been added
+    kept = sizes.rows * sizes.columns if sizes.part_depth < p.all_k else 0  # sums of a task, until the last part of the depth is added
     for part in range(0, p.M, sizes.part_rows):
         end = min(p.M, part + sizes.part_rows)
         pieces = cdiv(end - part, sizes.rows)
@@ -153,13 +153,13 @@ def matmul_dinput(dinp, dout, weight, *, room):
 
 
 def matmul_dweight(dweight, dout, inp, *, accumulate, room):
-    """room: as forward's. The gradient may be fp32 of bf16 factors."""
+    """room: as forward's. The gradient may be fp32 where dout and inp are bf16."""
     M, N = dweight.shape
     _launch(dweight, None, accumulate, (M, N, inp.numel() // N), (dout, 1, M), (inp, 1, N), room)
 
 
 def square_multiplier():
-    """A function of (out, a, b), square matrices whose factors are as they are, in room of its own: for measurements."""
+    """A function of (out, a, b), square matrices that are multiplied without widening, in scratch of its own: for measurements."""
     threads = door.threads()
     panels, sums = torch.empty(threads, AMX_DEPTH, MOST_COLUMNS + AMX.rows), torch.empty(threads * MOST_ROWS, PANEL)
 
@@ -174,7 +174,7 @@ def _launch(out, bias, adds, shape, left, right, room):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias).
 
     shape        (M, N, K)
-    left, right  of a and b: the contiguous tensor, the step in it to a's next row or b's next column, and that to the next k
+    left, right  for a and b: the contiguous tensor, the step in it to a's next row or b's next column, and the step to the next k
     """
     (M, N, K), (a, a_row, a_step), (b, b_row, b_step) = shape, left, right
     packed, panels, sums = (room[f"matmul_{name}"] for name in ("packed", "panels", "sums"))
@@ -198,8 +198,8 @@ def _launch(out, bias, adds, shape, left, right, room):
 
 @cache
 def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
-    """Of a product (M, N), each element's of so many factors. Room: `packed` for factors of the left matrix that all threads pack, `panel`
-    for those of a worker's panel, and `sums` for a worker's."""
+    """Sizes for a product (M, N), each element of all_k factors. Scratch: `packed` is how many factors of the left matrix all threads can
+    pack, `panel` how many a worker's panel can hold, and `sums` how many sums a worker can."""
     columns, depth, near = PANEL, DEPTH, DEPTH
     if tile is AMX:
         columns, depth, near = _amx_panel(N, all_k, workers, panel, sums // BLOCK)
@@ -208,11 +208,12 @@ def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
     all_blocks, n_panels = door.cdiv(M, BLOCK), door.cdiv(N, columns)
     shares, two_each = n_panels % workers == 0, door.cdiv(2 * workers, n_panels)
     blocks = even_part(all_blocks, packed // all_k // BLOCK) if where == BY_PARTS else all_blocks
-    # of whole panels, or where these cannot be shared out, or the left factor had better be, two pieces a worker; whose sums fit
+    # tasks are whole panels or, where the workers cannot share these evenly or the left matrix is packed by parts, pieces of them, two for
+    # each worker; their sums must fit
     rows = blocks if shares and where != BY_PARTS else door.cdiv(blocks, two_each)
     if all_k > depth:
         rows = min(rows, even_part(blocks, min(MOST_ROWS, sums // columns) // BLOCK))
-    if where == BY_PARTS and tile is AMX and all_k > depth:  # if with parts of the depth tasks have more rows, panels are packed less often
+    if where == BY_PARTS and tile is AMX and all_k > depth:  # with parts of the depth, tasks may have more rows: fewer panels to pack
         pieces = 1 if shares else min(two_each, all_blocks)
         most = min(packed // depth // pieces, sums // columns // door.cdiv(n_panels * pieces, workers)) // BLOCK
         deep_rows = door.cdiv(all_blocks, door.cdiv(all_blocks, most * pieces) * pieces) if most else 0
@@ -222,7 +223,7 @@ def _sizes(M, N, all_k, where, tile, workers, packed, panel, sums) -> Sizes:
 
 
 def _amx_panel(N, all_k, workers, room, most):
-    """Columns, depth and near of panels: that fit the room, of so many factors, and are at most so many columns."""
+    """Columns, depth and near of panels that fit in `room` factors and have at most `most` columns."""
     steps = min(AMX_DEPTH, max(DEPTH, room // (MOST_COLUMNS + AMX.rows))) // AMX.depth
     depth = AMX.depth * even_part(all_k // AMX.depth, steps)
     near = AMX_NEAR if depth == all_k else AMX_NEAR_IN_PARTS
@@ -230,11 +231,11 @@ def _amx_panel(N, all_k, workers, room, most):
 
 
 def _columns(N, workers, tile, room, most):
-    """Columns of panels: beside a tile's rows they fit room for so many, and are at most so many."""
+    """Columns of panels: at most `most`, and together with a tile's rows at most `room`."""
     most = min(MOST_COLUMNS, most, room - tile.rows) // tile.columns * tile.columns
 
     def time(columns):
-        """Until the last worker has multiplied its panels, and for each read the left factor once."""
+        """The relative time until the last worker has multiplied its panels, and read the left matrix once for each of them."""
         return door.cdiv(door.cdiv(N, columns), workers) * (columns + tile.columns // 2)
 
     return min(range(most, max(tile.columns, most // 2) - 1, -tile.columns), key=time)

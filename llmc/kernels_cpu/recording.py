@@ -1,7 +1,7 @@
-"""A step as a list of calls: what a CUDA graph of it is on a GPU.
+"""A step as a list of calls: the CPU's counterpart of a CUDA graph.
 
-Between two kernels Python finds the arguments of the next one. As each kernel drives Python's own code and data out of the caches, that
-takes it 50 to 100 us, 25 ms in a step of d12, while all cores wait. To repeat a recorded call takes it 15 to 25 us.
+Between two kernels Python prepares the arguments of the next one. As each kernel evicts Python's own code and data from the caches, that
+takes 50 to 100 us, 25 ms in a whole step of d12, while all cores wait. Repeating a recorded call takes 15 to 25 us.
 """
 
 from functools import partial
@@ -13,11 +13,12 @@ from llmc.kernels_cpu import door
 
 
 class Recording:
-    """What work() does to the memory there is, by kernels and by torch's operations, to be done again with the very same arguments.
+    """What work() does to existing memory, through kernels and torch operations, to be repeated with exactly the same arguments.
 
-    Making it changes nothing. A number among the arguments keeps its value, a tensor its place in memory; Python itself is not repeated,
-    and neither is what work() does through numpy or copies from a tensor that it makes of numbers. All kernels must have run before with
-    arguments of such types. Raises RuntimeError where torch would make a new tensor, or tell a number.
+    Recording these changes nothing. A number among the arguments keeps its value, and a tensor its place in memory.
+    Python itself is not repeated, nor what work() does through numpy; a copy from a tensor that it makes of numbers repeats the numbers of
+    the recording. All kernels must have run before with arguments of such types. Raises RuntimeError where torch would make a new tensor,
+    or return a number.
     """
 
     def __init__(self, work):
@@ -31,7 +32,7 @@ class Recording:
 
 
 class _Operations(TorchDispatchMode):
-    """Adds torch's operations that write into one of their arguments to the calls; views are made at once."""
+    """Adds to the calls each torch operation that writes into one of its arguments; views are made at once."""
 
     def __init__(self, calls):
         super().__init__()
@@ -54,7 +55,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _views(function, result, args):
-    """The result of an operation that writes nothing: one view of an argument, or several."""
+    """The result of an operation that writes nothing. It must be one view of an argument, or several."""
     known = {_memory(t) for t in args if isinstance(t, torch.Tensor)}
     for t in result if isinstance(result, (list, tuple)) else [result]:
         if not isinstance(t, torch.Tensor):
@@ -65,5 +66,5 @@ def _views(function, result, args):
 
 
 def _memory(tensor):
-    """Where what a tensor and its views share begins."""
+    """The address of the memory that a tensor and its views share."""
     return tensor.untyped_storage().data_ptr()

@@ -1,11 +1,11 @@
 """Products of matrices within a kernel, tile by tile in registers.
 
 A factor is 32 bits: an fp32, or two bf16 that are neighbours in the dimension that a product sums over, the first in the lower half.
-Flat arrays of factors are fp32, or uint32 where they are such pairs. What is added up is fp32. Numbers in bf16 become either: widened
-to fp32 as they are packed, where the plan has room for that.
+Flat arrays of factors are fp32, or uint32 where they are such pairs. Sums are fp32. bf16 numbers can become either kind: where the plan's
+scratch is fp32, they are widened to that as they are packed.
 
-A left matrix is packed, or lies in memory, row by row: the factors that a row's sums are made of beside each other. A right one is packed
-in blocks of columns, in each row by row. Pairs are multiplied by Intel's AMX where there is one, which has registers that are matrices.
+A left matrix is packed, or lies in memory, row by row, with the factors of a row's sums next to each other. A right one is packed in
+blocks of columns, each block row by row. Pairs are multiplied by Intel's AMX where the processor has it: its registers are matrices.
 """
 
 import platform
@@ -19,14 +19,14 @@ from llmc.memory.tuning import TILE_ROWS
 
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
-PACKED_ROWS = 16  # of a block of columns before the next one's: blocks may lie so far apart that the caches have the same places for all
-# by AVX-512's instruction, which earlier LLVMs have for other types; else as two products of widened numbers. Whether it pays: backend.py
+PACKED_ROWS = 16  # of a block of columns are packed, then the next block's: blocks may lie so far apart that all map to the same cache sets
+# by AVX-512's instruction, which LLVM before 16 has for other types; else as two products of widened numbers. Whether it pays: backend.py
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)
 FLOATS, INTS, HALVES = (ir.VectorType(number, LANES) for number in (FLOAT, INT32, INT16))
 
 
 class _BFloat(ir.types.Type):
-    """LLVM's bf16, for which llvmlite has no name."""
+    """LLVM's bf16, which llvmlite does not have."""
 
     def _to_string(self):
         return "bfloat"
@@ -38,35 +38,35 @@ class _BFloat(ir.types.Type):
         return hash(_BFloat)
 
 
-# what is multiplied at once: rows of the left matrix, columns of the right one, and factors that a step adds to each sum. By AMX these are
-# four products: of eight registers, each of 16 rows of 16 factors, four hold sums, and two each side
+# what is multiplied at once: rows of the left matrix, columns of the right one, and factors that a step adds to each sum. With AMX a step
+# is four products: of the eight registers, each of 16 rows of 16 factors, four hold sums, two the left matrix and two the right one
 Tile = namedtuple("Tile", ("rows", "columns", "depth"))
 AMX_ROWS = 16
 AMX = Tile(2 * AMX_ROWS, 2 * AMX_ROWS, AMX_ROWS)
 MULTIPLIES_TILES = AMX_FEATURES <= PROCESSOR
 BYTE, INT64 = ir.IntType(8), ir.IntType(64)
-# by vectors 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that they and the factors at hand all stay in
-# one. It divides attention's blocks, which stay in the first cache
+# with vectors, 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that totals and the factors in use all stay
+# in registers. Its sizes divide those of attention's blocks, which stay in the L1 cache
 SMALL = Tile(TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2) * LANES, 1)
-# In a matmul the right factor comes from the second cache anew for each tile, and Intel's cores multiply faster than it comes: two of them,
-# of Granite Rapids, reached 0.26 TFLOP/s in fp32 with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and where factors are fetched
+# In a matmul the right matrix is read from the L2 cache again for each tile, and Intel's cores multiply faster than it arrives: two cores
+# of Granite Rapids reached 0.26 TFLOP/s in fp32 with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and with factors prefetched
 # some rows ahead 0.29, 0.34 and 0.35. Large tiles were not measured on AMD's, whose steps with 4 x 64 run at nine tenths of the peak.
 LARGE = Tile(8, 3 * LANES, 1) if LANES == 16 and "avx512fp16" in PROCESSOR else SMALL
-AHEAD = 8  # rows of the right factor
+AHEAD = 8  # rows of the right matrix that are prefetched ahead
 
 
 def tile_of(pairs) -> Tile:
-    """By which a matmul's factors are multiplied, that are pairs of bf16 or not."""
+    """The tile by which a matmul multiplies factors, which are pairs of bf16 or not."""
     return AMX if pairs and MULTIPLIES_TILES else LARGE
 
 
 def block_tile_of(pairs) -> Tile:
-    """The same of attention's blocks."""
+    """The same for attention's blocks."""
     return AMX if pairs and MULTIPLIES_TILES else SMALL
 
 
 def _known(number):
-    """A function of factors that is a number known when it is compiled: number(whether they are pairs)."""
+    """A function of an array of factors whose value is a compile-time constant: number(whether they are pairs)."""
 
     @intrinsic
     def known(typing, factors):
@@ -76,14 +76,14 @@ def _known(number):
     return known
 
 
-values_of = _known(lambda pairs: 2 if pairs else 1)  # how many numbers a factor is
+values_of = _known(lambda pairs: 2 if pairs else 1)  # how many numbers a factor has
 by_amx = _known(lambda pairs: tile_of(pairs) is AMX)
 tile_rows, tile_columns, tile_depth = (_known(lambda pairs, name=name: getattr(tile_of(pairs), name)) for name in Tile._fields)
 block_tile_rows, block_tile_columns = (_known(lambda pairs, name=name: getattr(block_tile_of(pairs), name)) for name in Tile._fields[:2])
 
 
 def _add_product(builder, total, a, b, pairs):
-    """total + a * b of vectors of factors; of pairs the sum of both products."""
+    """total + a * b for vectors of factors; for pairs, a * b is the sum of both products."""
     fma_type = ir.FunctionType(FLOATS, [FLOATS] * 3)
     if not pairs:
         return builder.call(get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32"), [a, b, total])
@@ -98,23 +98,23 @@ def _add_product(builder, total, a, b, pairs):
 
 
 def _widened(builder, x, kind):
-    """bf16 numbers, or vectors of them, as the fp32 they are; kind is that of as many int32."""
+    """A bf16 number, or a vector of them, as the bits of the same fp32; kind is the type of as many int32."""
     return builder.shl(builder.zext(x, kind), kind(16 if kind is INT32 else [16] * LANES))
 
 
 def _widens(factors, array):
-    """Whether factors of numbers in that array are those in fp32."""
+    """Whether `array` holds bf16 that become fp32 factors."""
     return factors.dtype == types.float32 and array.dtype == types.uint16
 
 
 def _everywhere(builder, x, kind):
-    """A vector of that type, x in all lanes."""
+    """A vector of type `kind` with x in all lanes."""
     alone = builder.insert_element(kind(ir.Undefined), x, INT32(0))
     return builder.shuffle_vector(alone, kind(ir.Undefined), INTS([0] * LANES))
 
 
 def _multiplier(tile_of):
-    """A function that multiplies one tile, of those."""
+    """A function that multiplies one tile, of the sizes that tile_of gives."""
 
     @intrinsic
     def multiply_tile(typing, c, c_at, c_row, a, a_at, a_row, b, b_at, b_row, depth, adds):
@@ -134,18 +134,18 @@ def _multiplier(tile_of):
 
 
 # c[c_at + i c_row + j] = (adds: itself +) the sum over k < depth of a[a_at + i a_row + k] * b[b_at + k b_row + j]: one tile of a product,
-# which stays in registers. c is fp32, a and b factors of one kind; a whole tile, its depth a multiple of the tile's
+# which stays in registers. c is fp32, a and b are factors of one kind. The tile is a whole one, and depth a multiple of the tile's depth
 multiply_tile, _multiply_block_tile = _multiplier(tile_of), _multiplier(block_tile_of)
 
 
 def _at(builder, place, row, i, j, kind):
-    """The place i rows and j numbers on, where something of that type lies."""
+    """A pointer to something of type `kind`, i rows and j numbers on from `place`."""
     index = row.type
     return builder.bitcast(builder.gep(place, [builder.add(builder.mul(row, index(i)), index(j))]), kind.as_pointer())
 
 
 def _multiply_by_vectors(builder, tile, c, a, b, depth, adds, pairs):
-    """Each of c, a and b a place and what it is to the next row."""
+    """Emit multiply_tile with vectors. c, a and b are each (a place, the step to the next row)."""
     kind, columns = INTS if pairs else FLOATS, range(0, tile.columns, LANES)
     totals = {(i, j): alloca_once(builder, FLOATS) for i in range(tile.rows) for j in columns}
     for total in totals.values():
@@ -168,13 +168,13 @@ def _multiply_by_vectors(builder, tile, c, a, b, depth, adds, pairs):
 
 
 def _x86(builder, name, *operands):
-    """An instruction of x86; AMX's registers are numbers known when it is compiled."""
+    """Emit an x86 instruction; AMX's registers are compile-time constants."""
     function = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     builder.call(get_or_insert_function(builder.module, function, f"llvm.x86.{name}"), operands)
 
 
 def _multiply_by_amx(builder, tile, c, a, b, depth, adds, pairs):
-    """As by vectors. Sums are in registers 0 to 3, the left matrix in 4 and 5, the right one in 6 and 7."""
+    """The same with AMX. Sums are in registers 0 to 3, the left matrix in 4 and 5, the right one in 6 and 7."""
 
     def move(instruction, register, matrix, i, j):
         place, row = matrix
@@ -202,12 +202,12 @@ def _multiply_by_amx(builder, tile, c, a, b, depth, adds, pairs):
         move("tilestored64", *at)
 
 
-# of AMX: all eight registers have 16 rows of 64 bytes
+# AMX's tile configuration: all eight registers have 16 rows of 64 bytes
 SHAPES = bytes([1] + 15 * [0] + 8 * [LINE, 0] + 16 * [0] + 8 * [AMX_ROWS] + 8 * [0])
 
 
 def _shapes_of_registers(write):
-    """A function of (factors, memory of 64 bytes) for what has to be done before and after a thread multiplies such factors."""
+    """A function of (factors, memory of 64 bytes) to be called before, or after, a thread multiplies such factors; it acts only for AMX."""
 
     @intrinsic
     def prepare(typing, factors, kept):
@@ -232,15 +232,15 @@ def _reset_shapes(builder, kept):
     _x86(builder, "sse.sfence")
 
 
-# a library of the same thread, as oneDNN is, may go on with the shapes that it has set, so these are kept meanwhile. Afterwards all that
-# was streamed is there for other threads
+# a library on the same thread, such as oneDNN, may go on to use the shapes that it has set, so these are saved, and restored at the end.
+# After close_tiles everything that was streamed is visible to other threads
 open_tiles, close_tiles = _shapes_of_registers(_set_shapes), _shapes_of_registers(_reset_shapes)
 
 
 @intrinsic
 def stream_line(typing, out, at, x, x_at, factor):
-    """out[at + i] = factor * x[x_at + i], fp32 rounded to what out is, for a whole line of cache, which goes past the caches and need not
-    be read. out[at] has to be at a line's start; other threads may read it after close_tiles."""
+    """out[at + i] = factor * x[x_at + i], fp32 rounded to out's type, for a whole cache line, which bypasses the caches and need not be
+    read first. out[at] must be at the start of a line; other threads may read it after close_tiles."""
 
     def emit(context, builder, signature, values):
         out_data, at, x_data, x_at, factor = values
@@ -262,7 +262,7 @@ def stream_line(typing, out, at, x, x_at, factor):
 
 @shared
 def write_row(out, at, x, x_at, n, factor, streams):
-    """out[at + i] = factor * x[x_at + i], i < n, fp32 rounded to what out is; if it streams, as streams_lines says that it may."""
+    """out[at + i] = factor * x[x_at + i], i < n, fp32 rounded to out's type; streamed if `streams`, as streams_lines allows."""
     if streams:
         for i in range(0, n, LINE // out.itemsize):
             stream_line(out, at + i, x, x_at + i, factor)
@@ -272,13 +272,13 @@ def write_row(out, at, x, x_at, n, factor, streams):
 
 
 def streams_lines(out, width, packed) -> int:
-    """Whether pieces of a contiguous tensor, each of so many neighbours, are to be streamed: they are whole lines, and what multiplies
-    such factors fences."""
+    """Whether to stream pieces of a contiguous tensor, each of `width` neighbours: if they are whole cache lines, and AMX multiplies such
+    factors, so that close_tiles fences."""
     return int(tile_of(packed.element_size() == 2) is AMX and (out.data_ptr() | width * out.element_size()) % LINE == 0)
 
 
 def _transposer(neighbours):
-    """A function for blocks of LANES x LANES factors, whose pairs are neighbours in a row, or in a column."""
+    """A function that transposes blocks of LANES x LANES factors, whose pairs are neighbours in a row, or in a column."""
 
     @intrinsic
     def transpose(typing, out, out_at, out_row, x, x_at, x_row):
@@ -300,7 +300,7 @@ def _transposer(neighbours):
                 return builder.or_(low, builder.shl(high, INTS([16] * LANES)))
 
             lines, step = [read(i) for i in range(LANES)], LANES // 2
-            while step:  # exchange the two blocks beside the diagonal, then those within each quarter
+            while step:  # exchange the two blocks beside the diagonal, then do the same within each quarter
                 upper = INTS([lane if not lane & step else LANES + lane - step for lane in range(LANES)])
                 lower = INTS([lane + step if not lane & step else LANES + lane for lane in range(LANES)])
                 for i in (i for i in range(LANES) if not i & step):
@@ -317,14 +317,14 @@ def _transposer(neighbours):
     return transpose
 
 
-# out[out_at + j out_row + i] = the factor that x[x_at + i x_row + n j] begins, with its neighbour in the row if they are n = 2; or the
-# number x[x_at + n i x_row + j] with the one below it; i and j < LANES
+# out[out_at + j out_row + i] = the factor of n numbers, i and j < LANES: by transpose_rows x[x_at + i x_row + n j] and, if n = 2, its
+# neighbour in the row; by transpose_columns x[x_at + n i x_row + j] and, if n = 2, the number below it
 transpose_rows, transpose_columns = _transposer("in a row"), _transposer("in a column")
 
 
 @intrinsic
 def store_factor(typing, factors, index, first, second):
-    """factors[index] = the number `first`, or where factors are pairs both, rounded to nearest even."""
+    """factors[index] = the number `first` or, where factors are pairs, `first` and `second`, rounded to nearest even."""
 
     def emit(context, builder, signature, values):
         x = values[2]
@@ -338,7 +338,7 @@ def store_factor(typing, factors, index, first, second):
 
 
 def _as_factor_of_products(builder, numbers):
-    """A vector of fp32 as bf16: by the processor's instruction where products are, to both of which numbers below 2^-126 are zero."""
+    """A vector of fp32 as bf16: by the processor's instruction where products use its own too. Both take numbers below 2^-126 for zero."""
     if not MULTIPLIES_PAIRS:
         return nearest(builder, numbers)
     kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), [FLOATS])
@@ -348,7 +348,7 @@ def _as_factor_of_products(builder, numbers):
 
 @intrinsic
 def round_numbers(typing, out, at, x, x_at):
-    """out[at + i] = x[x_at + i], i < LANES, fp32 rounded to what out is, a factor of products by and by."""
+    """out[at + i] = x[x_at + i], i < LANES, fp32 rounded to out's type; it will be a factor of products."""
 
     def emit(context, builder, signature, values):
         numbers = builder.load(builder.bitcast(place_of(context, builder, x, *values[2:]), FLOATS.as_pointer()), align=4)
@@ -362,7 +362,7 @@ def round_numbers(typing, out, at, x, x_at):
 
 @intrinsic
 def copy_factor(typing, factors, index, array, first):
-    """factors[index] = the factor that array[first] begins."""
+    """factors[index] = the factor that begins at array[first]."""
 
     def emit(context, builder, signature, values):
         out, place = place_of(context, builder, factors, *values[:2]), place_of(context, builder, array, *values[2:])
@@ -377,8 +377,8 @@ def copy_factor(typing, factors, index, array, first):
 
 @intrinsic
 def join_factors(typing, factors, index, array, first, second):
-    """factors[index + i] = the number array[first + i], or where factors are pairs that and array[second + i], i < LANES; fp32 is rounded
-    where factors are not."""
+    """factors[index + i] = the number array[first + i] or, where factors are pairs, that and array[second + i], i < LANES. fp32 numbers
+    are rounded to bf16 where factors are pairs."""
 
     def emit(context, builder, signature, values):
         def numbers(at, kind):
@@ -403,7 +403,7 @@ def join_factors(typing, factors, index, array, first, second):
 
 @shared
 def multiply(c, c_at, c_row, a, a_at, a_row, b, b_row, rows, columns, depth, adds):
-    """As multiply_tile, all tiles of c (rows, columns), of a block, which are whole ones."""
+    """As multiply_tile, for all tiles of a block c (rows, columns), which are whole ones."""
     for i in range(0, rows, block_tile_rows(a)):
         for j in range(0, columns, block_tile_columns(a)):
             _multiply_block_tile(c, c_at + i * c_row + j, c_row, a, a_at + i * a_row, a_row, b, j, b_row, depth, adds)
@@ -411,17 +411,17 @@ def multiply(c, c_at, c_row, a, a_at, a_row, b, b_row, rows, columns, depth, add
 
 @shared
 def whole_depth(factors, depth):
-    """Factors that so many numbers take, with the zeros that make them whole tiles."""
+    """How many factors `depth` numbers take, with the zeros that fill up whole tiles."""
     unit = tile_depth(factors)
     return (depth + unit * values_of(factors) - 1) // (unit * values_of(factors)) * unit
 
 
 @shared
 def pack_left(out, at, out_row, all_rows, all_depth, x, first, x_row, x_step, rows, depth):
-    """out[at + j * out_row + i] = factor i of row j, of the numbers x[first + j * x_row + k * x_step], j < rows and k < depth, one of whose
-    steps is 1; zero in all other rows and factors."""
+    """out[at + j * out_row + i] = factor i of row j, of the numbers x[first + j * x_row + k * x_step], j < rows and k < depth. x_row or
+    x_step is 1. All other rows, up to all_rows, and factors, up to all_depth, are zero."""
     n = values_of(out)
-    some_rows, some = 0, depth // n  # that are packed many at once
+    some_rows, some = 0, depth // n  # rows and factors that are packed many at once
     if x_step == 1:
         some_rows = rows
         for j in range(rows):
@@ -445,9 +445,10 @@ def pack_left(out, at, out_row, all_rows, all_depth, x, first, x_row, x_step, ro
 @shared
 def pack_right(out, width, block, all_columns, all_depth, x, first, x_row, x_step, columns, depth):
     """out[j // width * block + i * width + j % width] = factor i of column j, of the numbers x[first + j * x_row + k * x_step], j < columns
-    and k < depth, one of whose steps is 1; zero in all other columns and factors. width is a multiple of LANES."""
+    and k < depth. x_row or x_step is 1. All other columns, up to all_columns, and factors, up to all_depth, are zero. width is a multiple
+    of LANES."""
     n = values_of(out)
-    some_columns, some = columns // LANES * LANES, depth // n  # that are packed many at once
+    some_columns, some = columns // LANES * LANES, depth // n  # columns and factors that are packed many at once
     if x_step == 1:
         some = some // LANES * LANES
         for j in range(0, some_columns, LANES):
@@ -472,5 +473,5 @@ def pack_right(out, width, block, all_columns, all_depth, x, first, x_row, x_ste
 
 @shared
 def _pack_factor(out, at, x, first, step, left):
-    """out[at] = the factor of the numbers x[first] and, if it is a pair and there is one left, x[first + step]."""
+    """out[at] = the factor of the number x[first] and, if factors are pairs and another number is left, x[first + step]."""
     store_factor(out, at, load(x, first), load(x, first + step) if left > 1 and values_of(out) > 1 else F0)

@@ -1,14 +1,14 @@
 """What a model is made of: plain functions over named tensors, forward and backward, in torch.
 
-All that a step does beside matmuls also exists as kernels, under the same names and arguments: Triton's for a GPU in llmc/kernels/,
-numba's for a CPU in llmc/kernels_cpu/, which has matmuls too.
+Everything in a step except the matmuls also exists as kernels with the same names and arguments: Triton kernels for a GPU in
+llmc/kernels/, numba kernels for a CPU in llmc/kernels_cpu/, which has matmuls too.
 """
 
 from functools import partial
 
 
 def torch_operations() -> dict:
-    """Name -> function, of all that has a kernel too."""
+    """Name -> function, for the operations that also exist as kernels."""
     from llmc.layers.adamw import adamw_update
     from llmc.layers.attention import pack_gradients
     from llmc.layers.encoder import encoder_backward, encoder_forward
@@ -26,7 +26,7 @@ def torch_operations() -> dict:
 
 
 def cpu_attention() -> dict:
-    """Name -> function, of a CPU's attention; of one row it is a library's."""
+    """Name -> function, for attention on a CPU; for one row it is torch's own kernel."""
     from llmc.layers.attention import attention_one_row
     from llmc.layers.attention_cpu import attention_backward, attention_forward
 
@@ -35,10 +35,10 @@ def cpu_attention() -> dict:
 
 
 def in_halves(functions: dict) -> dict:
-    """Of the functions that take numbers which change from step to step, a half that takes these and a half that does the rest.
+    """The functions whose arguments change from step to step, in two halves: stage_* takes those arguments, launch_* does the rest.
 
-    Here the first only hands them on. For kernels it copies them into the plan's memory, so that what the second launches is the same
-    every time and can be captured.
+    Here the first half only passes them on. For kernels it copies them into the plan's memory, so that the second half launches the
+    same work every time and can be captured.
     """
 
     def stage_encoder_backward(order, seed, scratch):

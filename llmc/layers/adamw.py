@@ -4,9 +4,9 @@
     p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay p)
 
 torch's fused CPU and CUDA kernels do this in one pass, in fp32. Where anything is kept in bf16, the update works in
-pieces that stay in cache: what is bf16 is widened, and what was updated becomes its stochastic rounding. The fp32 master
-of a bf16 weight may be a tensor of its own; or the 16 bits that the weight lacks, which together with the noise that
-rounded it give it back exactly; or missing, and then the widened weight takes its place.
+pieces that stay in cache: bf16 values are widened to fp32, and the updated ones are rounded back stochastically. The fp32
+master of a bf16 weight takes one of three forms: a tensor of its own; the 16 bits that the weight lacks, which together
+with the noise that rounded the weight restore it exactly; or none, and then the widened weight takes its place.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from llmc.memory.tuning import ROUNDING_BLOCK
 from llmc.units import whole
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
-GRADIENT_CLIP = 1.0  # the gradient is scaled to this norm if it is above
+GRADIENT_CLIP = 1.0  # a gradient of larger norm is scaled down to this norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class TensorState:
     layers: int  # equal slices
     decay: bool
     seed: int  # uint32, this step's
-    last_seed: int = 0  # that of the step which rounded the weights there are
-    first: int = 0  # of a layer whose elements are shared out: which of them is the first here
+    last_seed: int = 0  # that of the step that rounded the present weights
+    first: int = 0  # index in the whole layer of the first element here, where layers are sharded
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
     """One update of every tensor in `tensors`.
 
-    flat     name -> arena (n,): parameters, gradients, m and v, fp32 or bf16; and of bf16 parameters master (fp32) or
-             master_bits (int16), what they lack, or neither
+    flat     name -> arena (n,): parameters, gradients, m and v, fp32 or bf16; and for bf16 parameters master (fp32), or
+             master_bits (int16), the lower halves that they lack, or neither
     tensors  list of TensorState, in file order
-    scratch  fp32 views update_gradient, update_parameter, update_m, update_v and int32 noise, noise_work, noise_moments, as the
-             plan has them
-    lr, weight_decay floats; step counts from 1; grad_norm is the gradient's, a tensor or a number. Gradients in fp32 are
-    divided in place and so destroyed.
+    scratch  fp32 views update_gradient, update_parameter, update_m, update_v and int32 noise, noise_work, noise_moments, those
+             of them that the plan has
+    lr, weight_decay floats; step counts from 1; grad_norm is the gradient's norm, a tensor or a number. Clipping divides fp32
+    gradients in place and so destroys them.
     """
     device, grad_divisor = flat["parameters"].device, max(1.0, float(grad_norm) / GRADIENT_CLIP)
     divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=device) if grad_divisor != 1.0 else None
@@ -68,12 +68,12 @@ def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
 
 
 def _widened(tensor, scratch, name):
-    """An fp32 tensor itself, or its copy in fp32."""
+    """The tensor itself if it is fp32, else an fp32 copy of it in scratch."""
     return tensor if tensor.dtype == torch.float32 else scratch[f"update_{name}"][: len(tensor)].copy_(tensor)
 
 
 def read_master(flat, piece, last_seed, scratch):
-    """The fp32 weights of a piece, flat: where they are kept, or made in scratch update_parameter."""
+    """The fp32 weights of a piece, flat: a view of where they are kept, or made in scratch update_parameter."""
     param = flat["parameters"][piece.flat]
     if "master_bits" not in flat:
         return flat["master"][piece.flat] if "master" in flat else _widened(param, scratch, "parameter")
@@ -85,9 +85,9 @@ def read_master(flat, piece, last_seed, scratch):
 
 
 def write_master(flat, piece, values, noise, work):
-    """Keep the fp32 `values` of a piece, and make its bf16 weights from them, rounded with the piece's noise, which is destroyed.
+    """Store the fp32 `values` of a piece, and make its bf16 weights by rounding them with the piece's noise, which is destroyed.
 
-    `values` is what read_master gave, updated: fp32 weights or a master of their own have changed in place.
+    `values` is what read_master returned, updated: fp32 weights, or an fp32 master, have already changed in place.
     """
     if "master_bits" in flat:
         low_bits(flat["master_bits"][piece.flat], values)
@@ -96,10 +96,10 @@ def write_master(flat, piece, values, noise, work):
 
 
 def round_moments(m_out, v_out, m, v, noise, work, room):
-    """m_out, v_out (bf16) = stochastic roundings of m and v (fp32), all flat; room is int32, at least as many.
+    """m_out, v_out (bf16) = stochastic roundings of m and v (fp32), all flat; room is int32 scratch of at least as many elements.
 
-    A weight's rounding looks at the lower half of its noise. m's looks at the upper half, v's at both halves xor-ed: each
-    pair of the three is independent, for one hash.
+    The rounding of a weight uses the lower half of its noise, that of m the upper half, and that of v the xor of the two: any
+    two of the three are independent, at the price of one hash.
     """
     threshold = room[: noise.numel()].view(noise.shape)
     torch.bitwise_right_shift(noise, 16, out=threshold)
@@ -109,9 +109,10 @@ def round_moments(m_out, v_out, m, v, noise, work, room):
 
 
 def chunk_layout(tensors, chunk: int):
-    """((tensors, 5) int64, chunks in all) for kernels that update `chunk` elements of a layer at a time.
+    """(layout (tensors, 5) int64, total number of chunks), for kernels that update `chunk` elements of a layer at a time.
 
-    Of each tensor its first chunk, its first element, the elements and chunks of a layer, and which element of the layer is the first.
+    A row of the layout has a tensor's first chunk, its first element in the arena, the elements and the chunks of one layer, and the
+    index in the whole layer of the first element here.
     """
     layout, first = np.empty((len(tensors), 5), np.int64), 0
     for i, t in enumerate(tensors):
@@ -123,17 +124,17 @@ def chunk_layout(tensors, chunk: int):
 
 
 def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step, grad_norm):
-    """For kernels: copy what changes from step to step to where they find it; returns chunk_layout(tensors, chunk).
+    """For kernels: copy what changes from step to step into scratch, where they read it; returns chunk_layout(tensors, chunk).
 
     Scratch: update_layout (tensors, 5) int64, that layout; update_numbers (3 * tensors + 2,) int32: the seeds, the last seeds, and as the
-    bits of fp32 numbers what weight decay leaves of a weight, -lr over m's correction, and the root of v's; grad_norm (1,) fp32, which
-    may be the very tensor that is given.
+    bits of fp32 numbers each tensor's factor for weight decay, -lr over m's bias correction, and the root of v's; grad_norm (1,) fp32,
+    which may be the tensor passed as grad_norm.
     """
     layout, chunks = chunk_layout(tensors, chunk)
     floats = [1 - lr * weight_decay * t.decay for t in tensors]
     floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
     seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
-    with np.errstate(over="ignore"):  # beyond fp32 it is infinite, as is then said of the loss
+    with np.errstate(over="ignore"):  # beyond fp32 it becomes infinite, and the training loop reports the loss that results
         numbers = np.array(floats, np.float32)
     copy_in(scratch["update_layout"], layout)
     copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), numbers.view(np.int32)]))
@@ -143,7 +144,7 @@ def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step, grad_n
 
 
 def pieces_of(t, scratch):
-    """Pieces of one tensor: as large as the noise's room, or the whole where nothing is rounded."""
+    """The pieces of one tensor: as large as the scratch for noise allows, or the whole tensor where nothing is rounded."""
     if "noise" not in scratch:
         layer = t.elements // t.layers
         return [RoundingPiece(t.start, 0, t.layers, 0, layer, layer, t.first)]
@@ -151,10 +152,10 @@ def pieces_of(t, scratch):
 
 
 class RoundingPiece:
-    """Consecutive elements that are rounded together: whole layers first..last, or elements from `start` of one layer.
+    """Consecutive elements that are rounded together: several whole layers, or `length` elements of one layer.
 
-    start  counts from the first element of the whole layer, of which the arena may hold a part, from `first` on
-    flat   where they lie in an arena in which the tensor begins at `tensor_start`
+    start  index of the first one in the whole layer, of which the arena may hold only a part, from element `first` on
+    flat   slice that they take in an arena in which the tensor begins at `tensor_start`
     """
 
     __slots__ = ("first_layer", "layers", "start", "length", "flat")
@@ -175,16 +176,16 @@ def rounding_pieces(tensor_start, layers, n_elements, room, first=0):
             yield RoundingPiece(tensor_start, layer, min(together, layers - layer), 0, n, n, first)
     else:
         length = room // ROUNDING_BLOCK * ROUNDING_BLOCK
-        cuts = [0, *range(length - before, n, length), n]  # at whole blocks
+        cuts = [0, *range(length - before, n, length), n]  # at block boundaries
         for layer in range(layers):
             for start, end in zip(cuts, cuts[1:]):
                 yield RoundingPiece(tensor_start, layer, 1, start, end - start, n, first)
 
 
 def piece_noise(piece, seed, scratch):
-    """Rounding noise of a piece, (layers, length) int32, and as much working room.
+    """Rounding noise of a piece, (layers, length) int32, and scratch of the same shape.
 
-    Element k of layer l: x = k mod 512, y = (k div 512) * 512 + l.
+    Element k of layer l takes the noise at x = k mod 512, y = (k div 512) * 512 + l.
     """
     first_block, before = divmod(piece.start, ROUNDING_BLOCK)
     blocks = -(-(before + piece.length) // ROUNDING_BLOCK)
@@ -195,7 +196,7 @@ def piece_noise(piece, seed, scratch):
     block = torch.arange(first_block, first_block + blocks, dtype=torch.int32, device=device) * ROUNDING_BLOCK
     layer = torch.arange(piece.first_layer, piece.first_layer + piece.layers, dtype=torch.int32, device=device)
     noise_2d(noise.view(shape), work.view(shape), x, layer[:, None] + block, seed)
-    # the noise of a layer is whole blocks; what is before its first element, and behind its last, belongs to none here
+    # each layer's noise was made in whole blocks: cut off what precedes the piece's first element and what follows its last
     noise = noise.view(piece.layers, -1)[:, before : before + piece.length]
     work = work[: piece.layers * piece.length].view(piece.layers, piece.length)
     return noise, work

@@ -1,8 +1,8 @@
 """Causal multi-head attention on a GPU, flash style: no (T, T) matrix is ever stored, only one log-sum-exp per row.
 
-The kernels are torch's own, called below autograd. They return memory of their own, which is copied into the arena and
-freed at once; the plan counts it as library memory. In bf16 a GPU takes llmc/kernels/attention.py instead, unless --attention or
---kernels torch asks for these, or heads have more than 128 channels. A CPU's is in attention_cpu.py.
+The kernels are torch's own, called below autograd. They allocate the tensors that they return, which are copied into the arena
+and freed at once; the plan counts these as library memory. In bf16 a GPU run uses llmc/kernels/attention.py instead, unless
+--attention or --kernels torch asks for these, or heads have more than 128 channels. Attention on a CPU is in attention_cpu.py.
 Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
 """
 
@@ -17,7 +17,10 @@ aten = torch.ops.aten
 
 
 def library_attention(kind, pack_gradients) -> dict:
-    """Name -> function, of attention by a kernel of that kind, with a CPU's arguments; pack_gradients is the one below or a kernel."""
+    """Name -> function, for attention by torch's kernel of that kind, with the arguments of attention_cpu.py.
+
+    pack_gradients is the function below or its Triton kernel.
+    """
 
     def attention_forward(atty, lse, qkvr, NH, scratch):
         library_forward(atty, lse, qkvr, NH, kind)
@@ -34,7 +37,7 @@ def library_forward(atty, lse, qkvr, NH, kind):
     """atty = softmax(mask(q k^T / sqrt(HS))) v per head.
 
     atty  (B, T, C)       written
-    lse   (B, NH, Tp)     fp32, written; opaque to everything but library_gradients
+    lse   (B, NH, Tp)     fp32, written; opaque to everything but library_gradients; Tp is T as the kernel pads it
     qkvr  (B, T, 3C)      read: q, k and v of all heads, packed
     kind  flash | cudnn | efficient: whose kernel
     """
@@ -69,7 +72,7 @@ def attention_one_row(out, qkvr, cache, position, NH, kind):
     cache[:, position] = qkvr.view(3, C)[1:]
     q = qkvr[:, :C].view(1, 1, NH, C // NH).transpose(1, 2)
     k, v = (c[: position + 1].view(1, position + 1, NH, C // NH).transpose(1, 2) for c in cache)
-    # cuDNN would build a plan, which takes seconds, for each of a sample's lengths
+    # cuDNN would build a plan for every length of a sample, and each takes seconds
     result, _ = _forward(q, k, v, "flash" if kind == "cudnn" else kind, causal=False)
     out.copy_(result.transpose(1, 2).reshape(1, C))
 
@@ -98,7 +101,7 @@ def _backward(dout, q, k, v, out, lse, kind):
     T = q.shape[2]
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
     seed, offset = unused
-    if kind == "cudnn":  # no switch makes it repeat its bits
+    if kind == "cudnn":  # no switch makes it repeat its bits from run to run
         return aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, T, T, 0.0, True
         )

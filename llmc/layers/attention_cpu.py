@@ -1,8 +1,8 @@
 """Causal attention on a CPU: matmuls over blocks of queries of a few heads at a time, in scratch that stays in cache.
 
-torch's own kernel takes up to twice as long in bf16, and returns memory of its own. Forward leaves the log-sum-exp of each row of scores,
-from which backward has the probabilities again at once, as flash attention does. Where numba is installed one kernel does all of this,
-faster: see llmc/kernels_cpu/attention.py. Source: Dao et al. 2022.
+torch's own kernel takes up to twice as long in bf16, and allocates what it returns. Forward keeps the log-sum-exp of each row of scores,
+from which backward recomputes the probabilities in one step, as flash attention does. Where numba is installed, one kernel does all of
+this faster: see llmc/kernels_cpu/attention.py. Source: Dao et al. 2022.
 """
 
 import torch
@@ -21,7 +21,7 @@ def attention_forward(atty, lse, qkvr, NH, scratch):
     qkvr     (B, T, 3C)  read: q, k and v of all heads, packed
     scratch  fp32 views attention_rows (7, heads, T, HS), attention_scores (2, heads, queries, T), attention_stats (2, heads, T) and
              attention_mask (queries, queries)
-    Scores and probabilities are fp32, whatever the precision; where qkvr is bf16, so are the factors of products.
+    Scores and probabilities are fp32, whatever the precision. Where qkvr is bf16, matmuls round their factors to bf16 if that is faster.
     """
     (outs,), packed = _by_head(atty, 1, NH), _by_head(qkvr, 3, NH)
     with bf16_products(qkvr.dtype == torch.bfloat16):
@@ -39,11 +39,11 @@ def attention_forward(atty, lse, qkvr, NH, scratch):
 
 
 def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, accumulate):
-    """Gradients of attention_forward, and of the bias that qkvr has from its matmul.
+    """Gradients of attention_forward, and of the bias in the matmul that made qkvr.
 
     dqkvr    (B, T, 3C)  written
-    dbias    (3C,)       the sum over rows of what dqkvr is the rounding of; accumulated, or written when accumulate is False
-    datty    (B, T, C)   read, and qkvr (B, T, 3C), and what forward wrote: atty (B, T, C) and lse (B, NH, T)
+    dbias    (3C,)       the sum over rows of dqkvr before it is rounded; accumulated, or written when accumulate is False
+    datty    (B, T, C)   read, as are qkvr (B, T, 3C) and what forward wrote: atty (B, T, C) and lse (B, NH, T)
     scratch  as in forward, and attention_sums (2, 3C)
     """
     gradients, packed = _by_head(dqkvr, 3, NH), _by_head(qkvr, 3, NH)
@@ -53,7 +53,7 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
     with bf16_products(qkvr.dtype == torch.bfloat16):
         for part, rooms, stats in _groups(packed, scratch):
             q, k, v, dout, out = map(_pack, rooms, (x[part] for x in (*packed, douts, outs)))
-            row_lse, delta = _pack(stats[0], lse[part]), torch.sum(out.mul_(dout), 2, out=stats[1])  # delta: of p * dp over keys
+            row_lse, delta = _pack(stats[0], lse[part]), torch.sum(out.mul_(dout), 2, out=stats[1])  # delta: sum over keys of p * dp
             dq, dk, dv = rooms[4:]
             scale, add = q.shape[2] ** -0.5, 0.0  # the last block of queries comes first: it writes all of dk and dv
             for queries, end in reversed(_blocks(scratch, q.shape[1])):
@@ -75,8 +75,8 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
 
 
 def _hide_future(scores, queries, scratch):
-    """Scores (n, queries, keys) fp32 become -inf where a query does not see a key: of the last keys, which are the queries' own positions,
-    it sees those up to itself."""
+    """Scores (n, queries, keys) fp32 become -inf where a query does not see a key. The last keys are at the queries' own positions: of
+    these a query sees those up to its own."""
     n = queries.stop - queries.start
     scores[:, :, queries.start :].add_(scratch["attention_mask"][:n, :n].fill_(float("-inf")).triu_(1))
 
@@ -88,8 +88,8 @@ def _by_head(packed, n, NH):
 
 
 def _groups(packed, scratch):
-    """(which sequences and heads, rooms (7, heads of all of them, T, HS), stats (2, heads, T)) of one group after the other, of packed
-    (3, B, NH, T, HS).
+    """Yield ((sequences, heads) as slices, rooms (7, n, T, HS), stats (2, n, T)) for one group after the other of packed
+    (3, B, NH, T, HS). n is the group's number of heads, over all its sequences.
 
     A group is as many whole sequences as scratch has room for, or some heads of one.
     """
@@ -105,7 +105,7 @@ def _groups(packed, scratch):
 
 
 def _pack(room, x):
-    """x (sequences, heads, T, ...) as fp32 in a room (n, T, ...)."""
+    """Copy x (sequences, heads, T, ...) into fp32 scratch `room` (n, T, ...), which is returned."""
     room.view(x.shape).copy_(x)
     return room
 
@@ -116,12 +116,12 @@ def _unpack(out, x):
 
 
 def _blocks(scratch, T):
-    """[(block of queries, end of the keys they see)]"""
+    """A list of (slice of a block of queries, end of the keys that they see)."""
     size = scratch["attention_scores"].shape[2]
     return [(slice(at, min(at + size, T)), min(at + size, T)) for at in range(0, T, size)]
 
 
 def _room(scratch, which, q, queries, end):
-    """A contiguous view, (heads, queries, keys before the end), of one of the two rooms for scores."""
+    """A contiguous view (heads, queries, keys before `end`) of one of the two scratch buffers for scores."""
     shape = len(q), queries.stop - queries.start, end
     return scratch["attention_scores"][which].view(-1)[: torch.Size(shape).numel()].view(shape)

@@ -28,11 +28,11 @@ def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumula
     dout     (B, T, C) read
     inputs   (B, T)    int64
     order    TokenOrder of inputs: which positions hold the same token
-    scratch  views encoder_sums and, where something is bf16, encoder_rows, encoder_gathered, noise, noise_work
+    scratch  views encoder_sums; for bf16 dout encoder_rows; for bf16 gradients encoder_gathered, noise, noise_work
 
-    Rows are added in order of position, and of b, one after the other in fp32: the same bits every time and everywhere. In
-    bf16 the rows of one token are summed first and enter the gradient in one stochastic rounding, seeded by `seed` (uint32):
-    adding a frequent token's rows one by one in bf16 would lose most of them.
+    Rows are added one after the other in fp32, for dwte in order of position and for dwpe in order of b: the same bits every time
+    and everywhere. Where gradients are bf16, the rows of one token are summed first and added to the gradient with one stochastic
+    rounding, seeded by `seed` (uint32): adding a frequent token's rows one by one in bf16 would lose most of them.
     """
     B, T, C = dout.shape
     rows = dout if dout.dtype == torch.float32 else scratch["encoder_rows"].copy_(dout)
@@ -57,10 +57,10 @@ def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumula
 
 
 def stage_encoder_backward(order, seed, scratch):
-    """For kernels: copy the TokenOrder of a batch, and the seed of its rounding, to where they find them.
+    """For kernels: copy the TokenOrder of a batch, and the seed of its rounding, into scratch, where they read them.
 
-    There are as many groups as positions could have, those beyond the last token empty: what is launched does not depend on the batch.
-    With tensor parallelism the order is of some positions only.
+    There are as many groups as positions, and those beyond the last token are empty, so what is launched does not depend on the batch.
+    With tensor parallelism the order covers only some of the positions.
     Scratch: token_order (n,) and token_groups (2, n + 1) int32, for n = B*T positions, and token_seed (1,) int32.
     """
     n, ordered, m = scratch["token_order"].numel(), len(order.positions), len(order.tokens)

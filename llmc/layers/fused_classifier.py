@@ -6,7 +6,7 @@ import torch
 def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows_at_once):
     """losses += cross-entropy of each row; logits become their own gradient when dloss is not None.
 
-    logits   (n, Vp)  read, then dlogits = (softmax - onehot) * dloss, zero in the columns V..Vp; else undefined
+    logits   (n, Vp)  read; with dloss then written: dlogits = (softmax - onehot) * dloss, zero in columns V..Vp; without it undefined
     losses   (n,)     fp32, accumulated: micro-steps add up; the caller zeroes
     targets  (n,)     int64 in [0, V)
     scratch  views classifier_stats (3 * >=n,) and, unless the logits are fp32, classifier_rows (rows_at_once, Vp), fp32
@@ -31,7 +31,7 @@ def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows
             # dlogits = exp(x) * dloss / sum - onehot * dloss
             torch.reciprocal(row_sum[part], out=row_max[part]).mul_(dloss)
             x.mul_(row_max[part, None])
-            x.scatter_add_(1, index, row_max[part, None].fill_(-dloss))  # one element a row: no order to depend on
+            x.scatter_add_(1, index, row_max[part, None].fill_(-dloss))  # one element per row: no order to depend on
             if rows is not None:
                 logits[part, :V].copy_(x)
     if dloss is not None:
@@ -40,13 +40,13 @@ def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows
 
 
 def sliced_classifier_inplace(logits, targets, group, scratch, *, V, dloss, rows_at_once):
-    """The same, of logits whose columns several ranks have a slice of each; returns the losses (n,), in scratch, the same on all of them.
+    """The same for logits whose columns are split over several ranks. Returns the losses (n,), in scratch, the same on all of them.
 
-    logits   (n, w)  this rank's columns; they become their gradient, or undefined, as above
-    targets  (n,)    int64, columns of this slice where 0 <= target < w, others elsewhere; destroyed
-    group    of these ranks: largest() and sum_whole() of a list of tensors
-    scratch  as above, (rows_at_once, w)
-    V        columns of the slice that are no padding; none where it is negative
+    logits   (n, w)  this rank's slice of columns; they become their gradient, or undefined, as above
+    targets  (n,)    int64, counted from the slice's first column: 0 <= target < w is in this slice, others are elsewhere; destroyed
+    group    the Group of these ranks, of which largest() and sum_whole() are called with lists of tensors
+    scratch  as above, with classifier_rows (rows_at_once, w)
+    V        number of columns of the slice that are not padding; a negative number means none
     """
     n, V, in_fp32 = len(logits), max(0, V), logits.dtype == torch.float32
     row_max, row_sum, target_logit = (s[:n] for s in scratch["classifier_stats"].view(3, -1))
@@ -71,9 +71,9 @@ def sliced_classifier_inplace(logits, targets, group, scratch, *, V, dloss, rows
     group.sum_whole([row_sum, target_logit]).wait()
     if dloss is not None:
         for part in pieces:
-            x = widened(part) if in_fp32 else widened(part).sub_(row_max[part, None]).exp_()  # fp32 logits are powers already
+            x = widened(part) if in_fp32 else widened(part).sub_(row_max[part, None]).exp_()  # fp32 logits hold exp(x) already
             x.mul_((dloss / row_sum[part])[:, None])
-            x.scatter_add_(1, index[part], (here[part] * -dloss)[:, None])  # one element a row: no order to depend on
+            x.scatter_add_(1, index[part], (here[part] * -dloss)[:, None])  # one element per row: no order to depend on
             if not in_fp32:
                 logits[part, :V].copy_(x)
         logits[:, V:].zero_()

@@ -5,9 +5,9 @@ With y = -|x| and c = sigmoid(y (A + B y^2)) no digits cancel on either side of 
     GELU(x)  = x + y c for x > 0, y c below
     GELU'(x) = 1 - d   for x > 0, d   below      d = c + y (A + 3B y^2) (1 - c) c
 
-y stops at -FLATTEST, where c is 1e-29, so that no power of x overflows: further down GELU stays at -1.3e-28, not quite 0.
+y is clamped at -FLATTEST, where c is 1e-29, so that no power of x overflows: below that GELU stays at -1.3e-28, not quite 0.
 
-torch's sigmoid costs a third of its tanh on a CPU, and can be matched to the bit elsewhere.
+torch's sigmoid costs a third of its tanh on a CPU, and kernels can match it to the bit.
 Source: Hendrycks and Gimpel 2016; llm.c llmc/gelu.cuh.
 """
 
@@ -36,7 +36,7 @@ def gelu_forward(out, inp, scratch):
 
 
 def gelu_backward_inplace(d_in_out, dbias, inp, scratch, *, accumulate, out_again=None):
-    """d_in_out *= GELU'(inp): the gradient of the output becomes that of the input; and that of the bias inp has from its matmul.
+    """d_in_out *= GELU'(inp): the output's gradient becomes the input's. Also the gradient of the bias in the matmul that made inp.
 
     d_in_out   (..., C)  read and written
     dbias      (C,)      sum over rows of the new d_in_out, in fp32; accumulated, or written when accumulate is False
@@ -50,7 +50,7 @@ def gelu_backward_inplace(d_in_out, dbias, inp, scratch, *, accumulate, out_agai
     for part, a, y, c, slope in row_pieces(x, scratch):
         wide = widened(x[part], a)
         _small_side(y, c, wide)
-        if out_again is not None:  # a may be wide; then its sign, all that is needed of it from here on, stays
+        if out_again is not None:  # a may be wide itself; GELU keeps its sign, which is all that is needed below
             rows_of(out_again)[part].copy_(_gelu(a, wide, torch.mul(y, c, out=slope)))
         torch.mul(y, y, out=slope).mul_(3 * B).add_(A)
         torch.ops.aten.sigmoid_backward.grad_input(slope, c, grad_input=slope)  # *= (1 - c) c

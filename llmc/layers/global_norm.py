@@ -6,8 +6,8 @@ import torch
 def global_norm(out, grads, scratch, *, piece):
     """out (1,) fp32 = sqrt of the sum of squares of grads (n,).
 
-    Fixed pieces, one fp32 partial each, summed in order in fp64. scratch: norm_partials (>= pieces,) fp32, and norm_work
-    (>= piece,) fp32 unless grads are fp32.
+    Each piece of `piece` elements gives one fp32 partial; the partials are summed in order in fp64. scratch: norm_partials
+    (>= number of pieces,) fp32, and norm_work (>= piece,) fp32 unless grads are fp32.
     """
     partials = scratch["norm_partials"][: -(-len(grads) // piece)]
     for i, at in enumerate(range(0, len(grads), piece)):

@@ -1,6 +1,6 @@
 """LayerNorm, alone and in one pass with the addition to the residual stream before it.
 
-Its statistics are kept, so that recompute can normalise again without taking them again. All arithmetic is fp32.
+Its statistics are kept, so that recompute can normalise again without computing them again. All arithmetic is fp32.
 Source: llm.c llmc/layernorm.cuh; Ba, Kiros and Hinton 2016.
 """
 
@@ -32,9 +32,9 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, scratch):
 
 
 def residual_layernorm_forward(residual_out, out, mean, rstd, residual, weight, bias, scratch):
-    """residual_out += residual, and the layernorm of that sum, as it was rounded.
+    """residual_out += residual, and the layernorm of that sum after it is rounded.
 
-    residual_out  (B, T, C)  the sum; holds what is to be added
+    residual_out  (B, T, C)  read and written: one summand, then the sum
     residual      (B, T, C)  read     the rest as in layernorm_forward
     """
     residual_out.add_(residual)
@@ -42,7 +42,7 @@ def residual_layernorm_forward(residual_out, out, mean, rstd, residual, weight, 
 
 
 def layernorm_normalize(out, inp, mean, rstd, weight, bias, scratch):
-    """out = (inp - mean) * rstd * weight + bias, from statistics at hand; arguments as in layernorm_forward."""
+    """out = (inp - mean) * rstd * weight + bias, from statistics computed before; arguments as in layernorm_forward."""
     o, x, mean, rstd = rows_of(out), rows_of(inp), mean.view(-1), rstd.view(-1)
     for part, a, *_ in row_pieces(x, scratch):
         _normalized(a, x[part], mean[part], rstd[part])
@@ -55,8 +55,8 @@ def layernorm_backward(dresidual, dweight, dbias, dproj_bias, dout, inp, weight,
 
     dresidual       (B, T, C)  accumulated (+=): the residual stream's gradient flows past the norm too
     dweight, dbias  (C,)       accumulated, or written when accumulate is False; summed in fp32, rounded once
-    dproj_bias      (C,)       likewise the sum over rows of the new dresidual, which is the gradient of the bias of the projection
-                               that was added to the stream before this norm; or None where there is none
+    dproj_bias      (C,)       likewise; the sum over rows of the new dresidual, which is the gradient of the bias of the projection
+                               that was added to the stream before this norm; or None where there was none
     dout, inp       (B, T, C)  read
     scratch         views rows (4, rows, C), row_stats (2, rows) and column_sums (2, >=2C), fp32
     """

@@ -1,11 +1,11 @@
 """Linear layers. Weights are (out_features, in_features), as in llm.c. Source: llm.c llmc/matmul.cuh.
 
-On CUDA these are cuBLAS and, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed where its rows are
-at hand anyway: see gelu, attention and layernorm.
+On CUDA these call cuBLAS or, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed by a pass that reads
+its rows anyway: see gelu, attention and layernorm.
 
 On a CPU bf16 factors may be widened: `room`, fp32 scratch of three elements or more, takes pieces of them, and of sums that bf16 cannot
-hold. That is for fp32 gradients, which no CPU matmul makes from bf16 factors; and for all matmuls on processors without bf16 arithmetic.
-llmc/kernels_cpu/matmul.py has the same functions, which add up bf16 factors in fp32 as they are.
+hold. That is for fp32 gradients, which no matmul of torch on a CPU makes from bf16 factors; and for all matmuls on processors where bf16
+is not faster than fp32. llmc/kernels_cpu/matmul.py has the same functions, which add up products of bf16 factors in fp32.
 """
 
 from math import isqrt
@@ -57,7 +57,7 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room=None):
 
 
 def matmul_dbias(dbias, dout, scratch, *, accumulate):
-    """The bias' gradient dbias (OC,), the sum over rows of dout (..., OC): for where no other pass has those rows at hand.
+    """The gradient of the bias: dbias (OC,) = sum over rows of dout (..., OC). For where no other pass reads those rows anyway.
 
     Scratch: rows (4, ...) and column_sums (2, >= OC), fp32.
     """
@@ -67,10 +67,10 @@ def matmul_dbias(dbias, dout, scratch, *, accumulate):
 
 
 def _matmul_widened(out, a, b, room, start=None):
-    """out (M, N) = start + a (M, K) @ b (K, N) of bf16 factors. start is out, a row (N,), or None for zeros.
+    """out (M, N) = start + a (M, K) @ b (K, N) for bf16 factors. start is out, a row (N,), or None for zeros.
 
-    It is added up in fp32: in out itself where that is fp32 and the room takes a column of a beside a row of b, else piece by piece in
-    the room.
+    The sum is taken in fp32: in out itself where that is fp32, start is no row, and `room` holds a column of a and a row of b; else piece
+    by piece in `room`.
     """
     room, (M, K), N = room.view(-1), a.shape, b.shape[1]
     if out.dtype == room.dtype and len(room) >= M + N and (start is None or start is out):
@@ -88,7 +88,7 @@ def _matmul_widened(out, a, b, room, start=None):
 
 
 def _add_widened(sums, a, b, room, depth, accumulate):
-    """sums, fp32, = (sums +) a @ b, of so many columns of a and rows of b at a time."""
+    """sums (fp32) = a @ b, plus what they held if `accumulate`; `depth` columns of a and rows of b are widened at a time."""
     with bf16_products(True):
         for k in range(0, a.shape[1], depth):
             x, y = a[:, k : k + depth], b[k : k + depth]
@@ -97,14 +97,14 @@ def _add_widened(sums, a, b, room, depth, accumulate):
 
 
 def _piece_sizes(room, M, N, K):
-    """Rows, columns and depth of equal pieces of a product, all three about as large: then most is done between widenings."""
+    """Rows, columns and depth of even pieces of a product, all three about equal: that does the most work per widened element."""
     side = isqrt(room // 3)
     rows, columns = even_part(M, side), even_part(N, side)
     return rows, columns, even_part(K, (room - rows * columns) // (rows + columns))
 
 
 def _widen(factor, room):
-    """A bf16 matrix in fp32, in the order in which it lies in memory."""
+    """An fp32 copy, in `room`, of a bf16 matrix, in the order in which that lies in memory."""
     if factor.stride(1) != 1:
         return _widen(factor.t(), room).t()
     return room[: factor.numel()].view(factor.shape).copy_(factor)

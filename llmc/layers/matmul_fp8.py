@@ -1,18 +1,18 @@
-"""Linear layers whose factors have 8 bits: --matmul fp8. The functions of matmul.py, and what they make of a tensor first.
+"""Linear layers with FP8 factors: --matmul fp8. The functions of matmul.py, and the conversion of tensors to FP8 that precedes them.
 
-All are e4m3, each scaled by one number, so that its largest element is the largest that the type holds. Products are added up in fp32, and
-results have the types they have in matmul.py. FP8 matmuls want both factors with the dimension they sum over last: what forward has that
-way, backward has not, and takes transposed.
+All factors are e4m3. Each tensor has one scale, chosen so that its largest element becomes the largest that the type holds. Products are
+added up in fp32, and results have the same types as in matmul.py. FP8 matmuls need the dimension they sum over to be the last of both
+factors. Those of forward lie that way; those of backward that do not are taken transposed.
 
-Gradients are e4m3 too, where e5m2, a bit of range for one of precision, is more usual: with a scale of its own for every tensor precision
-is what is scarce, and e4m3 is what was timed on an H200.
+Gradients are e4m3 too. More usual is e5m2, which has one bit less of precision and one more of range; but where every tensor has a scale
+of its own, precision is the scarcer of the two, and e4m3 is what was timed on an H200.
 
-Nothing is kept from one matmul to the next, least of all a scale: operands are made anew from tensors that are bf16, so a step has the same
-bits at every level of recompute, and a run that resumes goes on with the bits of one that never stopped.
+Nothing but dout is kept from one matmul to the next, not even a scale: operands are made anew from bf16 tensors. So a step has the same
+bits at every level of recompute, and a resumed run continues with the bits of one that never stopped.
 
-Working room, `room`, where operands lie as bytes (uint8): fp8_inp and fp8_dout (2, ...) for the widest matmul's rows, fp8_weight for the
-largest weight, of each its scale (1,) fp32, as fp8_inp_scale, fp8_sum fp32 as large as the largest weight, and what fp8_operand needs.
-Without a room these functions are matmul.py's, as they are for the classifier.
+`room` is the scratch. Operands lie there as bytes (uint8): fp8_inp and fp8_dout (2, ...), for the rows of the widest matmul, and
+fp8_weight, for the largest weight; each has its scale (1,) fp32, such as fp8_inp_scale. There are also fp8_sum, fp32, as large as the
+largest weight, and what fp8_operand needs. Where room is None these functions are matmul.py's, as they are for the classifier.
 
 Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
 """
@@ -25,19 +25,19 @@ from llmc.layers import matmul
 from llmc.layers.rows import rows_of
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
-SMALLEST_TOP = 2.0**-100  # that a tensor's largest element is taken for: of zeros too there is a scale
+SMALLEST_TOP = 2.0**-100  # least value for a tensor's largest element, so that zeros have a scale too
 
 
 def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
-    """x / scale in FP8, rounded to nearest even: as it lies, transposed, or both. scale is its largest element over the type's; what is not
-    a number stays so, and does not count.
+    """x / scale in FP8, rounded to nearest even: as it lies, transposed, or both. scale is x's largest magnitude over the type's; NaNs stay
+    NaN, and do not count.
 
-    scale    (1,) fp32   written     rows     (R, C)  e4m3, written, or None     scratch  only a kernel needs any
+    scale    (1,) fp32   written     rows     (R, C)  e4m3, written, or None     scratch  only the kernel needs any
     x        (..., C)    read        columns  (C, R)  likewise
     """
     wide = rows_of(x).to(torch.float32, copy=True)
     top = wide.abs().nan_to_num_(nan=0.0, posinf=inf).amax().clamp_min_(SMALLEST_TOP)
-    largest = torch.full_like(top, LARGEST)  # by a number torch may divide as by its reciprocal
+    largest = torch.full_like(top, LARGEST)  # a tensor: to divide by a number torch may multiply by its reciprocal
     torch.div(top, largest, out=scale[0])
     wide.mul_(largest / top).clamp_(-LARGEST, LARGEST)
     if rows is not None:
@@ -55,12 +55,12 @@ def matmul_forward(out, inp, weight, bias=None, room=None, *, fp8_operand):
     if room is None:
         return matmul.matmul_forward(out, inp, weight, bias)
     (x, of_inp), (w, of_weight) = (_operand(name, t, room, fp8_operand) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
-    # as is usual, sums of forward are the fast ones, which keep fewer bits; those of gradients are promoted to fp32 on the way
+    # as is usual, forward uses fast accumulation, which keeps fewer bits; sums of gradients are promoted to fp32 on the way
     _multiply(rows_of(out), x, w, of_inp, of_weight, bias, fast=True)
 
 
 def matmul_dout(dout, room, *, fp8_operand):
-    """Make what matmul_dinput and matmul_dweight take of dout (..., OC), bf16: before the first of them. Rows are a multiple of 16."""
+    """Convert dout (..., OC), bf16, to FP8 before the first of matmul_dinput and matmul_dweight. Its rows are a multiple of 16."""
     rows, columns = _dout(dout, room)
     fp8_operand(room["fp8_dout_scale"], dout, room, rows=rows, columns=columns)
 
@@ -85,7 +85,7 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room=None, fp8_operand):
 
 
 def _operand(name, x, room, fp8_operand, transposed=False):
-    """x in FP8, as it lies or transposed, made in the room of that name; and its scale."""
+    """x in FP8, as it lies or transposed, made in the scratch of that name; and its scale."""
     R, C = rows_of(x).shape
     made, scale = _matrix(room[name], *((C, R) if transposed else (R, C))), room[f"{name}_scale"]
     fp8_operand(scale, x, room, **{"columns" if transposed else "rows": made})
@@ -93,14 +93,14 @@ def _operand(name, x, room, fp8_operand, transposed=False):
 
 
 def _dout(dout, room):
-    """Where dout lies in FP8: its rows, and its columns."""
+    """Views of the scratch for dout in FP8: as it lies (rows, OC), and transposed (OC, rows)."""
     R, OC = rows_of(dout).shape
     rows, columns = room["fp8_dout"]
     return _matrix(rows, R, OC), _matrix(columns, OC, R)
 
 
 def _matrix(place, rows, columns):
-    """A matrix at the start of a room."""
+    """An e4m3 matrix at the start of a scratch buffer."""
     return place.view(-1)[: rows * columns].view(E4M3).view(rows, columns)
 
 

@@ -23,7 +23,7 @@ ROUNDS = ((9, torch.add, N2), (11, torch.mul, N3), (13, torch.add, N4), (15, tor
 
 @cache
 def _rounds(device):
-    """(shift, mask, operation, constant) of each round, numbers as tensors: a Python int costs a conversion a call."""
+    """(shift, mask, operation, constant) of each round, with numbers as tensors: a Python int would be converted at every call."""
 
     def scalar(value):
         return torch.tensor(value, dtype=torch.int32, device=device)
@@ -55,14 +55,14 @@ def round_to_bf16(out, values, noise, work):
     Adding 0xFFFF - threshold carries into the upper half exactly when the lower half exceeds the threshold.
     """
     noise.bitwise_or_(-65536).bitwise_not_()  # 0xFFFF - threshold
-    if values.device.type != "cpu":  # a card's NaN, 0x7FFFFFFF, would become a zero; a CPU's has room below
+    if values.device.type != "cpu":  # a GPU's NaN, 0x7FFFFFFF, would overflow to a zero; a CPU's would not
         noise.masked_fill_(values.isnan(), 0)
     torch.add(values.view(torch.int32), noise, out=work)
     out.view(torch.int16).copy_(work.bitwise_right_shift_(16))
 
 
 def low_bits(out, values):
-    """out (int16) = the lower halves of values (fp32): what a bf16 number, however rounded, lacks of them."""
+    """out (int16) = the lower halves of values (fp32): what a bf16 number lacks of them, however it was rounded."""
     out.copy_(values.view(torch.int32))
 
 

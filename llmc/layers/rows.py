@@ -1,4 +1,4 @@
-"""Working through rows a few at a time, in fp32 scratch that fits a cache; and sums over all rows."""
+"""Working through rows a few at a time, in fp32 scratch that fits in cache; and sums over all rows."""
 
 import torch
 
@@ -9,7 +9,7 @@ def rows_of(tensor):
 
 
 def row_pieces(x, scratch):
-    """(rows of this piece, four fp32 working views of as many rows) over all rows of x (n, C).
+    """Yield (slice of rows, four fp32 views of scratch with as many rows) for one piece of x (n, C) after the other.
 
     scratch  view rows (4, ...) fp32, each at least one row of x
     """
@@ -22,13 +22,13 @@ def row_pieces(x, scratch):
 
 
 def widened(x, room):
-    """An fp32 tensor itself, or its copy in fp32, in `room`."""
+    """The tensor itself if it is fp32, else an fp32 copy of it in `room`."""
     return x if x.dtype == torch.float32 else room.copy_(x)
 
 
 def add_widened(total, x, room):
-    """total += x of another type, total and room fp32. On a CPU torch would widen all of x first: here as much as `room` takes."""
-    if total.is_cuda:  # where it is widened in registers
+    """total (fp32) += x of another type. On a CPU torch would widen all of x first; here fp32 `room` takes a piece at a time."""
+    if total.is_cuda:  # there torch widens x in registers
         total.add_(x)
         return
     room, total, x = room.view(-1), total.view(-1), x.view(-1)

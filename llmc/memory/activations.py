@@ -17,13 +17,13 @@ STEP = ("encoder", "encoder_backward")
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of the activation arena. A kept tensor's shape has a leading L, or slots."""
+    """A tensor of the activation arena. The shape of one that is kept for every layer has a leading L; residual3 has slots instead."""
 
     name: str
     purpose: str  # kept | shared | gradient | head | gathered | scratch | sample
     shape: tuple[int, ...]
     dtype: str
-    spans: tuple[tuple[str, str], ...]  # (first stage, last stage) it must survive
+    spans: tuple[tuple[str, str], ...]  # (first stage, last stage) of each span that it must survive
     offset: int = -1
 
     @property
@@ -40,7 +40,7 @@ def activation_tensors(o: PlanOptions):
 
 
 def _block_rows(o: PlanOptions):
-    """(name, purpose, shape, dtype, *spans): what the blocks read and write, and what goes into the first."""
+    """(name, purpose, shape, dtype, *spans): what the blocks read and write, and the input of the first."""
     yield "inputs", "scratch", "B T", "int64", STEP
     yield "encoded", "kept", "B s C", "act", STEP
     kept = kept_names(o.recompute)
@@ -61,7 +61,7 @@ def _head_rows(o: PlanOptions):
     head = ("head", "head")
     yield "targets", "scratch", "B T", "int64", ("encoder", "head")
     yield "losses", "scratch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
-    last_norm = ("fcproj", "lnf_backward")  # it is one pass with the last block's last addition
+    last_norm = ("fcproj", "lnf_backward")  # computed in one pass with the last block's last addition
     yield "lnf", "head", "B s C", "act", last_norm
     yield "lnf_mean", "head", "B s", "fp32", last_norm
     yield "lnf_rstd", "head", "B s", "fp32", last_norm
@@ -82,7 +82,7 @@ def _head_rows(o: PlanOptions):
 
 
 def _working_rows(o: PlanOptions):
-    """Working room of the layers."""
+    """Scratch of the layers."""
     backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
     if widens(o):
         yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.matmul == "widened" else backward
@@ -103,7 +103,7 @@ def _working_rows(o: PlanOptions):
         yield "matmul_workspace", "scratch", str(MATMUL_WORKSPACE // 4), "int32", STEP
     if o.fused:
         yield "column_partials", "scratch", "Pc 4C", "fp32", backward
-        # there before a step begins, so that all of the step can be one graph
+        # filled in before a step begins, so that all of the step can be one graph
         yield "token_order", "scratch", "B T", "int32", STEP
         yield "token_groups", "scratch", f"2 {o.B * o.T + 1}", "int32", STEP
         yield "token_seed", "scratch", "1", "int32", STEP
@@ -119,12 +119,12 @@ def _working_rows(o: PlanOptions):
 
 
 def _spans_of(o: PlanOptions, names):
-    """Of room that these stages of a block use, each for itself, wherever they run."""
+    """Spans of a buffer that these stages of a block use, each stage for itself, wherever they run."""
     return [(s, s) for s in stage_line(o.recompute) if s.rpartition(" ")[2] in names]
 
 
 def _fp8_rows(o: PlanOptions):
-    """Where matmuls of the layers make FP8 of their factors."""
+    """Buffers in which the layers' matmuls convert their factors to FP8."""
     matmuls = [s for s in (*FORWARD_STAGES, *BACKWARD_STAGES) if s.is_matmul]
     between = [("backward: fcproj_dinput", "backward: fcproj_dweight")]
     for rooms, spans in (
@@ -138,9 +138,9 @@ def _fp8_rows(o: PlanOptions):
 
 
 def _rank_rows(o: PlanOptions):
-    """With several ranks: layers of what is sharded, whole, and shares of what is not, packed like those that are.
+    """With several ranks: whole layers of what is sharded; and shares of what is held whole, packed as in a sharded arena.
 
-    With tensor parallelism: the stream of all parts, wherever a matmul needs it, in one place; and a layer's tensor, for a checkpoint.
+    With tensor parallelism: one buffer for the stream of all parts, wherever a matmul needs it; and a layer's tensor, for a checkpoint.
     """
     if o.world == 1:
         return
@@ -149,7 +149,7 @@ def _rank_rows(o: PlanOptions):
     if o.tensor_parallel > 1:
         yield "stream", "gathered", "B T C", "act", STEP
         yield "own_inputs", "gathered", "B T", "int64", ("encoder", "encoder")
-        # all parts of qkvw, or of another with its padding
+        # a part of a layer's largest tensor: fcw or fcprojw, or qkvw with its padded heads; whole_tensor has room for all parts
         biggest = max(4 * o.config.channels // o.tensor_parallel, 3 * o.heads * o.config.head_size) * o.config.channels
         yield "whole_tensor", "gathered", str(biggest * o.tensor_parallel), "fp32", update
         yield "part_tensor", "gathered", str(biggest), "fp32", update
@@ -161,18 +161,18 @@ def _rank_rows(o: PlanOptions):
         yield "outer_weights", "gathered", str(outer), "act", ("encoder", "lnf_backward"), ("sample", "sample")
     if o.zero_stage >= 2:
         yield "layer_gradients", "gathered", f"{LAYER_SLOTS} {layer}", "grad", ("lnf_backward", "encoder_backward")
-        # with the bias whose gradient the last layernorm takes
+        # with one fcprojb, whose gradient the last layernorm computes
         yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
     share = str(o.num_parameters // o.ranks)
     if o.zero_stage < 2 and o.shares:
-        # sums of micro-steps survive them
+        # if micro-steps are summed into it, it must survive them
         yield "gradient_share", "gathered", share, "grad", ("encoder", "update") if o.reduces_always else update
     if 1 <= o.zero_stage < 3:
         yield "parameter_share", "gathered", share, "act", update
 
 
 def _update_rows(o: PlanOptions):
-    """The global norm, and pieces of what is kept in bf16, widened; fused, the pieces are a checkpoint's alone."""
+    """Scratch of the global norm, and widened pieces of what is kept in bf16; with fused kernels only checkpoints use the pieces."""
     update = ("update", "update")
     if o.rounds:
         yield "noise", "scratch", "U", "int32", ("encoder_backward", "update")
@@ -182,7 +182,7 @@ def _update_rows(o: PlanOptions):
     yield "norm_partials", "scratch", "Np", "fp32", update
     if o.precision != "fp32" and not o.keeps_master:
         yield "update_parameter", "scratch", "U", "fp32", update
-    if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whoever updates them
+    if o.optimizer_state != "fp32":  # a checkpoint widens m and v there, whichever kernels update them
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
     if o.fused:
@@ -197,7 +197,7 @@ def _update_rows(o: PlanOptions):
 
 
 def _sample_rows(o: PlanOptions):
-    """One row through the model, and the keys and values of the positions before it."""
+    """Sampling: one row on its way through the model, and the keys and values of earlier positions."""
     sample = ("sample", "sample")
     yield "kv_cache", "sample", "L 2 G k", "act", sample
     for name, shape in (("residual", "C"), ("ln", "C"), ("qkvr", "3k"), ("atty", "k"), ("fch", "4f")):

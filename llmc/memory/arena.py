@@ -1,4 +1,4 @@
-"""Arenas carry the plan out: one allocation per purpose, views cut from it by name."""
+"""Arenas put the plan into effect: one allocation per purpose, from which views are cut by name."""
 
 from contextlib import suppress
 from math import prod
@@ -13,13 +13,13 @@ from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
                "int16": torch.int16, "fp8": torch.uint8}  # fmt: skip
 
-HUGE_PAGE = 2 << 20  # bytes: x86's, and Arm's where other pages are 4 KiB
+HUGE_PAGE = 2 << 20  # bytes: on x86, and on Arm where ordinary pages are 4 KiB
 
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
     """(n_bytes,) uint8, zeroed. Every page is touched, so what the plan says is resident from the start.
 
-    On a CPU these are huge pages, where Linux has them: a matrix lies on more small ones than a core's TLB holds.
+    On a CPU it consists of huge pages, where Linux has them: a matrix lies on more small pages than a core's TLB holds.
     """
     if device.type == "cpu" and n_bytes >= HUGE_PAGE:
         return _in_huge_pages(n_bytes).zero_()
@@ -27,24 +27,24 @@ def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _in_huge_pages(n_bytes):
-    """(n_bytes,) uint8: as many huge pages as it fills, and small ones for what is left, so that no more than it becomes resident."""
+    """(n_bytes,) uint8: as many huge pages as it fills, and small ones for the rest, so that nothing beyond it becomes resident."""
     try:
         pages = mmap(-1, n_bytes + HUGE_PAGE, MAP_PRIVATE | MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"can't allocate {n_bytes} bytes: {error.strerror}") from error
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     end = start + n_bytes // HUGE_PAGE * HUGE_PAGE
-    with suppress(OSError):  # of a Linux that was built without them
+    with suppress(OSError):  # Linux may have been built without them
         pages.madvise(MADV_HUGEPAGE, start, end - start)
         pages.madvise(MADV_NOHUGEPAGE, end, len(pages) - end)
     return torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=n_bytes)
 
 
 def allocate_host(n_bytes: int, owner, pinned: bool) -> torch.Tensor:
-    """(n_bytes,) uint8 of host memory, zeroed; pinned, a GPU reaches it directly for as long as `owner` lives.
+    """(n_bytes,) uint8 of host memory, zeroed. If it is pinned, a GPU reaches it directly for as long as `owner` lives.
 
-    Then it has its pages, up to two more than it fills, for itself: none can be locked twice. Torch's own allocator of such memory
-    rounds up to a power of two.
+    Pinned memory has its pages for itself, as no page can be locked twice: up to two more than it fills. Torch's own allocator of
+    pinned memory rounds up to a power of two.
     """
     if not pinned:
         return allocate(n_bytes, torch.device("cpu"))
@@ -79,7 +79,7 @@ def cut_layer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Ten
 
 
 def cut_outer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Name -> view of the tensors of no layer; and, where there is room, of a bias (C,) of a layer's last projection."""
+    """Name -> view of the tensors that belong to no layer; and, where there is room, of one layer's fcprojb (C,)."""
     shapes = {p.name: shape for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()) if not p.per_layer}
     if len(flat) > sum(map(prod, shapes.values())):
         shapes["fcprojb"] = (config.channels,)
@@ -87,7 +87,7 @@ def cut_outer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Ten
 
 
 def cut_parameters(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Name -> view of the 16 tensors, or of one of so many parts of them, in a flat tensor, packed in file order."""
+    """Name -> view of the 16 tensors in a flat tensor, packed in file order; with several `parts`, of one part of them."""
     return _cut(flat, parameter_shapes(config, parts))
 
 

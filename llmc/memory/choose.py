@@ -1,6 +1,7 @@
 """What fits: the recompute level or micro-batch to take for a budget, and the cheapest ways out when a plan does not fit.
 
-Whether something fits is the plan's word, to the byte. What it costs is FLOPs, and where there are none a guess that only orders.
+The plan says, to the byte, whether something fits. Costs are counted in FLOPs; where there are none, a guess serves only to put the ways
+in order.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +16,10 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.units import MIB
 
-# what a way to fit costs beside FLOPs, in percent of a step's time: rough, and only to put the ways in order
+# what a way to fit costs besides FLOPs, in percent of a step's time: rough, and only to put the ways in order
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
-MASTER_BITS_COST = 0.5  # the update makes each piece's noise twice
-WAITING_COST = 0.7  # for the disk, where a checkpoint is due
+MASTER_BITS_COST = 0.5  # the update generates each piece's noise twice
+WAITING_COST = 0.7  # training waits for the disk when a checkpoint is due
 BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
 
 
@@ -46,7 +47,8 @@ def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1
 def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int | None, most: int | None = None) -> tuple[int, str]:
     """The largest B that fits, and the reason in words.
 
-    total_sequences  of a step, which B must divide; None for any number      most  sequences that the data have; None for any
+    total_sequences  sequences of a step, which B must divide; None for any number
+    most             sequences that a shard of the data holds; None for no limit
     """
     fits = largest_batch(options, budget_bytes)
     if not fits:
@@ -71,9 +73,9 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
 def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
     """The largest B whose whole plan fits in `budget_bytes`, whatever the B of the options; 0 if not even one sequence does.
 
-    Memory grows with B but for dips: placement is greedy and takes large tensors first, so it may find a better one where a tensor
-    gets larger than another; and the fewer heads there are the more copies of dq attention makes. So some B beyond the first that does
-    not fit are tried too, and where one fits it goes on from there.
+    Memory grows with B except for dips: placement is greedy and takes large tensors first, so it may do better where one tensor becomes
+    larger than another; and the fewer heads a batch has, the more copies of dq flash attention makes. So some B beyond the first that
+    does not fit are tried too, and if one fits, the search goes on from there.
     """
 
     @cache
@@ -84,7 +86,7 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
         return planned(B).total_bytes <= budget_bytes
 
     def reached_from(low):
-        """A B at or beyond one that fits, which fits while the next one does not."""
+        """From `low`, which fits: a B of `low` or more that fits while B + 1 does not."""
         step = 1
         while fits(low + step):
             low, step = low + step, 2 * step
@@ -105,10 +107,10 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
 
 
 def _overtaken(plan: Plan, one_more: Plan) -> set[int]:
-    """Each B beyond the plan's, by an eighth at most, from which on a tensor is larger than another that is larger now; and the one before,
-    where they may be equally large. one_more: the plan of one sequence more."""
+    """Each B, at most an eighth beyond the plan's, from which on a tensor is larger than another that is larger now; and the B before,
+    where both may be equally large. one_more is the plan for one sequence more."""
     low, sizes, next_sizes = plan.options.B, *({name: t.nbytes for name, t in each.tensors.items()} for each in (plan, one_more))
-    lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # and what a sequence adds
+    lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # bytes, bytes a sequence adds
     overtaken = set()
     for (larger, slope), (smaller, steeper) in product(lines, lines):
         if smaller < larger and slope < steeper:
@@ -119,13 +121,13 @@ def _overtaken(plan: Plan, one_more: Plan) -> set[int]:
 
 
 def largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most limit, both from 1 on."""
+    """The largest divisor of n that is at most limit; both are 1 or more."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return max(d for d in (*small, *(n // d for d in small)) if d <= limit)
 
 
 def in_mib(n_bytes: int) -> int:
-    """What does not fit, rounded up, where what there is gets rounded down: it never seems to fit after all."""
+    """MiB of what does not fit, rounded up. Available memory is rounded down, so no message looks as if it did fit."""
     return -(-n_bytes // MIB)
 
 
@@ -140,9 +142,9 @@ class Way:
 
 
 def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *, count=3) -> list[Way]:
-    """Up to `count` ways to fit what does not, cheapest first.
+    """Up to `count` ways to make a plan fit that does not, cheapest first.
 
-    A way that is a cheaper one with more flags is listed only if there are too few others, and only if it saves more memory.
+    A way that only adds flags to a cheaper one is listed only if there are too few others, and only if it saves more memory.
     """
     halves = [options.B]
     while halves[-1] > 1:
@@ -183,7 +185,7 @@ def _way(options, changed, total, total_sequences, halvings) -> Way:
         extra = extra_flops_percent(changed) - extra_flops_percent(options)
         flags.append(f"-r {changed.recompute}")
         price.append(f"{extra:.0f}% more FLOPs, " + ("the same bits" if options.gelu_repeats else "the same bits but for GELU's last"))
-        cost += extra + 0.1 * (changed.recompute - options.recompute)  # levels without FLOPs still read and write more
+        cost += extra + 0.1 * (changed.recompute - options.recompute)  # a level that adds no FLOPs still reads and writes more
     if changed.master != options.master:
         flags.append("--master bits16")
         price.append("the same weights, a slightly longer update")

@@ -1,7 +1,7 @@
 """What a step costs on paper: floating-point operations of its matmuls, and bytes moved. From the same tables as the plan.
 
-A stage is taken to read what it reads once and to write what it writes once. That is the floor of a kernel that is one
-pass; caches can beat it where a tensor is small, and nothing else can. Of several ranks it is what one of them does, but for
+A stage is assumed to read each of its inputs once and to write each of its outputs once. That is the least a kernel of one
+pass can move; only caches can beat it, where a tensor is small. With several ranks the cost is that of one of them, without
 what their collectives read and write.
 """
 
@@ -24,14 +24,14 @@ LAYERNORM_PASSES = 3  # lnf: read, write, read again for its statistics
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one step, all micro-steps and the update."""
+    """The cost of one step: all micro-steps and the update."""
 
     flops: int
     bytes: int
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte: above a card's own ratio of FLOP/s to bytes/s, matmuls set the time, below it memory does."""
+        """FLOPs per byte. Above a card's own ratio of FLOP/s to bytes/s, matmuls set the time; below it, memory does."""
         return self.flops / self.bytes
 
 
@@ -44,13 +44,13 @@ def step_cost(o: PlanOptions, grad_accum_steps: int = 1) -> Cost:
         flops += times * stage_flops
         n_bytes += times * stage_bytes
     n_bytes *= grad_accum_steps
-    if o.matmul == "fp8" and not o.reduces_always:  # what later micro-steps add is added up in fp32 beside the gradient
+    if o.matmul == "fp8" and not o.reduces_always:  # later micro-steps write what they add in fp32 first, and read it again
         n_bytes += (grad_accum_steps - 1) * L * 2 * DTYPE_BYTES["fp32"] * sum(_layer_elements(name, sizes) for name in MATRICES)
     return Cost(grad_accum_steps * flops, n_bytes + _update_bytes(o))
 
 
 def _stages(o: PlanOptions):
-    """(stage, how often a micro-step has it) of all blocks, both ways."""
+    """Yields (stage, how often a micro-step runs it) for all blocks, forward and backward."""
     L = o.config.num_layers
     again = sum(map(len, segments(o.recompute, L).again))
     yield from ((stage, L + again) for stage in FORWARD_STAGES)
@@ -58,7 +58,7 @@ def _stages(o: PlanOptions):
 
 
 def extra_flops_percent(o: PlanOptions) -> float:
-    """FLOPs of a step at this recompute level, in percent above the same step at level 0."""
+    """FLOPs of a step at this recompute level, in percent more than the same step at level 0."""
     return 100 * (step_cost(o).flops / step_cost(replace(o, recompute=0)).flops - 1)
 
 
@@ -78,19 +78,19 @@ def _stage(o, sizes, stage) -> tuple[int, int]:
 
 
 def _elements(o, sizes, stage, name) -> int:
-    """Of an activation that a stage reads or writes; of those of all parts where it is of all rows."""
+    """Elements of an activation that a stage reads or writes; those of all parts where the stage takes all rows."""
     of_all_parts = name in (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
     return prod(resolve(ACTIVATION[name].shape, sizes)) * (o.tensor_parallel if of_all_parts else 1)
 
 
 def _layer_elements(name, sizes) -> int:
-    """Of a parameter of a layer."""
+    """Elements of a parameter in one layer."""
     return prod(resolve(PARAMETER[name].shape, sizes)[1:])
 
 
 def _fp8_bytes(o, sizes, stage) -> int:
-    """What a matmul of a layer moves more in FP8, where a factor in bf16 is read once: that is read once more, and what is made of it is
-    written and read. dout is made in two layouts, of fcproj by the first of two stages."""
+    """Bytes that a layer's matmul moves in FP8 beyond those of bf16, which reads each factor once: the bf16 factor is read once more, and
+    its FP8 form is written and read. dout is converted to two layouts, fcproj's by the first of its two stages."""
     weights = sum(_layer_elements(name, sizes) for name in MATRICES.intersection(stage.weights))
     first, *second = (_elements(o, sizes, stage, name) for name in stage.reads)
     if stage in FORWARD_STAGES:
@@ -100,14 +100,14 @@ def _fp8_bytes(o, sizes, stage) -> int:
 
 
 def _head(o, sizes) -> tuple[int, int]:
-    """Embedding, last layernorm and classifier, both ways. Logits are written, read and written as their gradient, and read twice."""
+    """Embedding, last layernorm and classifier, both ways. Logits are written, read, overwritten by their gradient, and read twice."""
     element, grad = DTYPE_BYTES[o.precision], DTYPE_BYTES[o.gradients]
     rows, C, w = o.B * o.T, o.config.channels, sizes["w"]
     own_rows = rows // o.tensor_parallel
     chunks = -(-rows // head_chunk_rows(o))
     logits = 5 * rows * w * element
     weight = chunks * (2 * element + 2 * grad) * w * C
-    # encoder both ways, of all rows; lnf both ways; lnf as the head's operand, of all rows
+    # encoder both ways, all rows; lnf both ways, this part's rows; lnf as the head's operand, all rows
     stream = (2 * rows + 3 * LAYERNORM_PASSES * own_rows + 4 * rows) * C * element
     return prod(resolve("6 B T w C", sizes)), logits + weight + stream
 
@@ -115,7 +115,7 @@ def _head(o, sizes) -> tuple[int, int]:
 def _update_bytes(o) -> int:
     """Gradient read for the norm and for the update; weights, m, v and the master read and written, each in its own type.
 
-    Of several ranks each takes the norm of its share where there are shares, and updates its share from ZeRO stage 1 on.
+    With several ranks, each takes the norm of its share where gradients are summed in shares, and from ZeRO stage 1 on updates its share.
     """
     normed, updated = o.num_parameters // (o.ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
     kept = 2 * DTYPE_BYTES[o.optimizer_state] + DTYPE_BYTES[o.precision] + 4 * o.keeps_master + 2 * o.keeps_bits
@@ -129,14 +129,14 @@ def _update_bytes(o) -> int:
 def peak_flops(o: PlanOptions, budget: Budget | None) -> float | None:
     """FLOP/s of the card, its dense peak; None without a card whose rates are known, and for a plan on a CPU.
 
-    With FP8 the rate at which a step's FLOPs are done, those of layers' matmuls at twice the others' peak.
+    With FP8 it is the mean rate over a step's FLOPs, where those of the layers' matmuls run at twice the peak of the others.
     """
     peak = PEAKS[budget.card.peak][0 if o.precision == "bf16" else 1] if budget and budget.card and o.device == "cuda" else None
     return peak * 1e12 / (1 - _fp8_share(o) / 2) if peak else None
 
 
 def _fp8_share(o: PlanOptions) -> float:
-    """Of a step's FLOPs those that are done in FP8."""
+    """The fraction of a step's FLOPs that are done in FP8."""
     if o.matmul != "fp8":
         return 0.0
     sizes = plan_sizes(o)
@@ -144,18 +144,18 @@ def _fp8_share(o: PlanOptions) -> float:
 
 
 def ridge(o: PlanOptions, budget: Budget | None) -> float | None:
-    """FLOPs that a card can do while it moves a byte; None where its peak is."""
+    """FLOPs that a card can do in the time it takes to move a byte; None where peak_flops is None."""
     peak = peak_flops(o, budget)
     return peak / (budget.card.bandwidth_gb_s * 1e9) if peak else None
 
 
 def least_ms(cost, o: PlanOptions, budget: Budget | None) -> float | None:
-    """Time of a step's computing at the card's peak, or of the bytes it moves where those take longer; None where the peak is."""
+    """Time to compute a step at the card's peak, or to move its bytes where that takes longer; None where peak_flops is None."""
     peak = peak_flops(o, budget)
     return 1e3 * max(cost.flops / peak, cost.bytes / (budget.card.bandwidth_gb_s * 1e9)) if peak else None
 
 
 def bound(cost, o: PlanOptions, budget: Budget | None) -> str | None:
-    """What sets the time of a step on a card: "compute" or "memory"."""
+    """What sets the time of a step on a card: "compute" or "memory"; None where peak_flops is None."""
     limit = ridge(o, budget)
     return None if limit is None else "compute" if cost.intensity >= limit else "memory"

@@ -24,7 +24,7 @@ WRITER = {name: stage for stage in FORWARD_STAGES for name in stage.writes}
 
 
 def can_offload(level: int) -> bool:
-    """Whether residuals can be offloaded at a level: with residual3 not kept there is too little of them."""
+    """Whether residuals can be offloaded at a level: where residual3 is not kept, there are too few of them."""
     return "residual3" not in NOT_KEPT[level]
 
 
@@ -37,8 +37,8 @@ def kept_names(level: int) -> tuple[str, ...]:
 def backward_schedule(level: int):
     """The stages of one block's backward pass in order, forward stages that run again included.
 
-    2 gives fcproj_dinput, gelu_backward, gelu, fcproj_dweight, ln2, fc_backward, ..., ln1, qkv_backward, ln1_backward.
-    GELU's input is there before all, so that its gradient can be one pass with the matmul before it.
+    Level 2 gives fcproj_dinput, gelu_backward, gelu, fcproj_dweight, ln2, fc_backward, ..., ln1, qkv_backward, ln1_backward.
+    GELU's input, fch, is provided before all else, so that GELU's gradient can be one pass with the matmul before it.
     """
     schedule, at_hand = [], {"residual", *kept_names(level)}
 
@@ -62,8 +62,8 @@ def backward_schedule(level: int):
 class Segments:
     """L blocks in segments of k; the last may be shorter. Each residual3 has a slot, and several may share one.
 
-    The input of a segment is kept from forward to backward. Inside, outputs take k slots that all segments share; after
-    forward they still hold the last segment's, so that one is not run again. With k = 1 every layer has its own slot.
+    The input of a segment is kept from forward to backward. Inside, outputs take k slots that all segments share; after forward
+    these still hold the last segment's outputs, so that segment is not run again. With k = 1 every layer has its own slot.
     """
 
     L: int
@@ -75,7 +75,7 @@ class Segments:
         return tuple(range(at, min(at + self.k, self.L)) for at in range(0, self.L, self.k))
 
     def slot(self, l: int) -> int:
-        """Where residual3 of layer l lies: the input of the next segment, or one of the shared ones behind those."""
+        """Where residual3 of layer l lies: the slot of the next segment's input, or one of the shared slots, which follow those."""
         is_input = (l + 1) % self.k == 0 and l + 1 < self.L
         return l // self.k if is_input else len(self.spans) - 1 + l % self.k
 
@@ -87,12 +87,12 @@ class Segments:
     def again(self) -> tuple[tuple[int, ...], ...]:
         """The layers that run forward again before backward goes through each segment, in forward order of segments.
 
-        The last block of a segment need not: its output is kept. Nothing of the last segment need.
+        The last block of a segment need not run again, as its output is kept; no block of the last segment need.
         """
         return (*(tuple(span[:-1]) for span in self.spans[:-1]), ())
 
     def backward(self):
-        """(a segment's layers, those that run forward again before it, the layer that runs next after it, None after all), last first."""
+        """Yields, last segment first, (its layers, those that run forward again before it, the layer that runs after it or None)."""
         walk = list(zip(reversed(self.spans), reversed(self.again)))
         for (span, again), following in zip(walk, [*walk[1:], None]):
             yield span, again, following and (following[1] or following[0][::-1])[0]
@@ -100,7 +100,7 @@ class Segments:
 
 @cache
 def segments(level: int, L: int) -> Segments:
-    """The segments of a level: of fewest slots, among these of fewest blocks run again; one block each where residual3 is kept."""
+    """The segments of a level: with fewest slots, and then fewest blocks run again; one block each where residual3 is kept."""
     if "residual3" not in NOT_KEPT[level]:
         return Segments(L, 1)
     return min((Segments(L, k) for k in range(1, L + 1)), key=lambda s: (s.slots, sum(map(len, s.again))))
@@ -111,7 +111,7 @@ def transient_lifetimes(level: int, gelu_fusion: int = 0) -> dict[str, list[tupl
     """Name -> [(first stage, last stage), ...] for every block tensor that is not kept, gradients included; residual3 excepted.
 
     A name that is not kept lives twice: from its writing in forward to its last reader there, and again in backward. Blocks
-    that run forward again before backward do so with nothing else of theirs alive, as in forward.
+    that run forward again before backward do so with no other tensor of theirs alive, as in forward.
     """
     lifetimes: dict[str, list[tuple[str, str]]] = {}
     kept = {"residual", "residual3", "dresidual", *kept_names(level)}
@@ -125,7 +125,7 @@ def transient_lifetimes(level: int, gelu_fusion: int = 0) -> dict[str, list[tupl
         for name, span in spans.items():
             lifetimes.setdefault(name, []).append(span)
         if not prefix.startswith("backward"):
-            # the next block's first layernorm is one pass with this block's last addition: it may not write where that reads
+            # the next block's ln1 is computed in one pass with this block's last addition: it must not write where that reads
             for name in spans.keys() & {"ln1", "ln1_mean", "ln1_rstd"}:
                 lifetimes[name].append((prefix + "fcproj", prefix + "fcproj"))
             if ("fc", "gelu") in IN_ONE_MATMUL[gelu_fusion] and "fch_gelu" in spans:  # written while the matmul still reads
@@ -140,7 +140,7 @@ def again_stages(level: int) -> tuple[tuple[str, tuple], ...]:
 
 @cache
 def stage_line(level) -> tuple[str, ...]:
-    """All stages of a run, in the order of time; one block stands for every layer, as they share their transients."""
+    """All stages of a run, in order of time; one block stands for every layer, as layers share their transient tensors."""
     again = (prefix + s.name for prefix, stages in again_stages(level) for s in stages)
     return (
         "encoder", *(s.name for s in FORWARD_STAGES), "lnf", "head", "lnf_backward", *again,
@@ -148,19 +148,19 @@ def stage_line(level) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# stages that are done in one pass where they follow each other: the numbers are the same, the memory is read once
+# stages that are done in one pass where they follow each other: the numbers are the same, and memory is read only once
 IN_ONE_PASS = {
     ("ln1_statistics", "ln1"): "ln1_forward",
     ("attproj", "ln2_statistics", "ln2"): "attproj_ln2",
     ("gelu_backward", "gelu"): "gelu_backward_and_again",
 }
-# -ge -> more of them: GELU, and its gradient, inside the matmul before it
+# -ge -> further such passes: GELU, and its gradient, inside the matmul before it
 _GELU, _GRADIENT = {("fc", "gelu"): "fc_gelu"}, {("fcproj_dinput", "gelu_backward"): "fcproj_dinput_gelu"}
 IN_ONE_MATMUL = {0: {}, 1: _GELU, 2: _GELU | _GRADIENT, 3: _GRADIENT}
 
 
 def passes(stages, gelu_fusion: int = 0) -> tuple[str, ...]:
-    """The names of `stages`, with those that are done in one pass joined: what the model runs."""
+    """What the model runs: the names of `stages`, where the name of a pass replaces those of the stages that it joins."""
     names, joined, table = [s.name for s in stages], [], IN_ONE_MATMUL[gelu_fusion] | IN_ONE_PASS
     while names:
         run = next((run for run in table if tuple(names[: len(run)]) == run), None)

@@ -1,7 +1,7 @@
 """Where the residuals between blocks are while nobody reads them: on the device, or in pinned host memory.
 
-With --offload-residual the device holds OFFLOAD_SLOTS of them, whatever the depth. Forward copies each out on a stream of
-its own while the next block computes; backward fetches it two blocks ahead of its reader. The last ones never leave.
+With --offload-residual the device holds OFFLOAD_SLOTS of them, whatever the depth. Forward copies each out on a side stream while
+the next block computes; backward fetches it two blocks ahead of the block that reads it. The last ones never leave the device.
 """
 
 import torch
@@ -27,7 +27,7 @@ class ResidentResiduals:
 class OffloadedResiduals:
     """residual3 of layer l lies in slot offload_slot(l) while a block reads or writes it, and in host memory otherwise.
 
-    slots  (OFFLOAD_SLOTS, B, T, C) on the device, of the activation arena; host memory is allocated here, as planned.
+    slots  (OFFLOAD_SLOTS or fewer, B, s, C) on the device, in the activation arena; host memory is allocated here, as planned.
     Copies run in order on a side stream, so one event per slot orders them with the blocks. On a CPU copies are immediate.
     """
 
@@ -42,7 +42,7 @@ class OffloadedResiduals:
 
     def before_forward(self, l):
         if l >= OFFLOAD_SLOTS:
-            self._wait(l)  # for the copy of the residual that was there before
+            self._wait(l)  # until the residual that was there before has been copied out
 
     def after_forward(self, l):
         if l < len(self.host):
@@ -57,7 +57,7 @@ class OffloadedResiduals:
             self._copy(self.slots[offload_slot(l)], self.host[below], l)
 
     def _copy(self, target, source, l):
-        """Copy on the side stream, after what the blocks have been asked to do so far."""
+        """Copy on the side stream, after everything that the blocks have launched so far."""
         if self.stream is None:
             target.copy_(source)
             return
@@ -67,6 +67,6 @@ class OffloadedResiduals:
             self.copied[offload_slot(l)].record()
 
     def _wait(self, l):
-        """Let the blocks wait for the last copy from or to the slot of layer l."""
+        """Make the blocks wait for the last copy from or to the slot of layer l."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_event(self.copied[offload_slot(l)])

@@ -1,4 +1,4 @@
-"""What a plan is of: the model, the batch and everything else that says how a run keeps and computes its numbers."""
+"""What a plan is made for: the model, the batch and everything else that says how a run stores and computes its numbers."""
 
 from dataclasses import dataclass
 from math import prod
@@ -7,7 +7,7 @@ from llmc.config import ModelConfig
 from llmc.memory.layout import divides
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes, sizes_of
 
-MOST_HEAD_CHANNELS = 128  # that Triton's attention takes
+MOST_HEAD_CHANNELS = 128  # the most that Triton's attention takes
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "m": 1, "v": 1, "master": 1, "master_bits": 1}  # arena -> ZeRO stage
 
 
@@ -25,42 +25,42 @@ class PlanOptions:
     grad_dtype: str = ""  # fp32 | bf16; empty: as the weights
     offload_residual: bool = False
     device: str = "cpu"  # cpu | cuda
-    kernels: str = ""  # torch | triton | numba, which need working room of their own; empty: triton on CUDA, else torch
-    gelu_fusion: int = 0  # inside matmuls: 0 nothing | 1 GELU | 2 and its gradient | 3 that alone
+    kernels: str = ""  # torch | triton | numba, each with scratch of its own; empty: triton on CUDA, else torch
+    gelu_fusion: int = 0  # fused into matmuls: 0 nothing | 1 GELU | 2 GELU and its gradient | 3 its gradient alone
     attention: str = ""  # cpu | flash | cudnn | efficient | triton; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
-    ranks: int = 1  # that train on data of their own
+    ranks: int = 1  # that train on different data
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
-    tensor_parallel: int = 1  # parts of the model, a process each: there are ranks x tensor_parallel processes
-    matmul: str = "native"  # torch's; on a CPU also numba, or widened, which is torch's of bf16 factors in fp32; on a GPU fp8, of layers
-    factors: str = ""  # bf16 | fp32, what numba's kernels multiply; empty: as the weights
-    step_sequences: int = 0  # of each rank in a step; more than B make several micro-steps
-    reduce_every_micro_step: bool = False  # of several, gradients are summed over ranks after each, as stages 2 and 3 must
-    keep_gathered: bool = False  # of ln1 and ln2 what all parts gathered, for backward; else they gather it again
-    processors: int = 132  # of the card, an H100's: flash attention allocates by them
-    async_checkpoint: bool = False  # checkpoints are written beside training, from a copy in host memory
-    rank: int = 0  # whose plan it is. Only that copy depends on it: the first rank's is the largest, so all choose by that
+    tensor_parallel: int = 1  # parts of the model, one process each: there are ranks x tensor_parallel processes
+    matmul: str = "native"  # torch's; on a CPU also numba, or widened: torch's in fp32, of bf16 factors; on a GPU also fp8, of layers
+    factors: str = ""  # bf16 | fp32: the type that numba's kernels multiply; empty: as the weights
+    step_sequences: int = 0  # sequences of each rank in a step; more than B make several micro-steps
+    reduce_every_micro_step: bool = False  # sum gradients over ranks after each of several micro-steps, as stages 2 and 3 must
+    keep_gathered: bool = False  # keep the gathered rows of ln1 and ln2 for backward; else they are gathered again
+    processors: int = 132  # multiprocessors of the card, by default an H100's: flash attention's memory depends on them
+    async_checkpoint: bool = False  # checkpoints are written while training goes on, from a copy in host memory
+    rank: int = 0  # the rank that the plan is for. Only that copy depends on it: rank 0's is the largest, so all ranks choose by its plan
 
     @property
     def kernel_set(self) -> str:
-        """torch, triton or numba: whose code does what is not a matmul or a GPU's attention."""
+        """torch, triton or numba: whose code runs what is not a matmul or a GPU's attention."""
         return self.kernels or ("triton" if self.device == "cuda" else "torch")
 
     @property
     def fused(self) -> bool:
-        """Whether kernels do it, in one pass each, or torch's operations piece by piece."""
+        """Whether kernels run that, each in one pass, rather than torch's operations piece by piece."""
         return self.kernel_set != "torch"
 
     @property
     def gelu_repeats(self) -> bool:
-        """Whether GELU that is computed again has the bits of the first: a matmul's own takes sums that are not rounded yet."""
+        """Whether recomputed GELU has the same bits as the first: GELU fused into a matmul takes sums that are not rounded yet."""
         return self.gelu_fusion in (0, 3)
 
     @property
     def attention_kind(self) -> str:
-        """Whose attention runs. On CUDA in bf16 this project's where it can, which is faster than flash, the other that repeats its bits;
-        neither has an fp32 form."""
+        """Whose attention runs. On CUDA in bf16 this project's where it can: it is faster than flash, the other kind that repeats its bits.
+        Neither has an fp32 form."""
         if self.attention:
             return self.attention
         if self.device == "cpu":
@@ -71,12 +71,12 @@ class PlanOptions:
 
     @property
     def multiplied_in(self) -> str:
-        """Type of the factors of matmuls; with fp8 of the head's."""
+        """Type of the factors of matmuls; with fp8, of the head's matmuls."""
         return {"numba": self.factor_type, "widened": "fp32"}.get(self.matmul, self.precision)
 
     @property
     def factor_type(self) -> str:
-        """Type of the factors of products within numba's kernels."""
+        """Type of the factors that numba's kernels multiply."""
         return self.factors or self.precision
 
     @property
@@ -86,26 +86,26 @@ class PlanOptions:
 
     @property
     def keeps_master(self) -> bool:
-        """In fp32 the parameters are their own master copy."""
+        """Whether there is an fp32 master copy; fp32 parameters are their own."""
         return self.master == "fp32" and self.precision != "fp32"
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether the master exists as a bf16 weight and the 16 bits it lacks."""
+        """Whether the master is kept as the bf16 weight and the 16 bits that it lacks."""
         return self.master == "bits16" and self.precision != "fp32"
 
     def ranks_of(self, arena: str) -> int:
-        """Over how many ranks an arena of one number for each parameter is shared out."""
+        """Over how many ranks an arena with one number for each parameter is sharded."""
         return self.ranks if self.zero_stage >= SHARDED_FROM[arena] else 1
 
     @property
     def shares(self) -> bool:
-        """Whether several ranks sum up the gradient in equal shares; else, at stage 0, as a whole."""
+        """Whether several ranks sum the gradient in equal shares; else, which only stage 0 allows, they sum it whole."""
         return self.ranks > 1 and divides(self.config, self.ranks, self.tensor_parallel)
 
     @property
     def reduces_always(self) -> bool:
-        """Whether ranks sum up the gradients of every micro-step, and add up the sums; else those of a step, added up before."""
+        """Whether ranks sum the gradients of every micro-step, and add up these sums; else each adds up a step's before they are summed."""
         if self.zero_stage >= SHARDED_FROM["gradients"]:
             return self.ranks > 1
         return self.reduce_every_micro_step and self.shares and self.step_sequences > self.B
@@ -117,28 +117,28 @@ class PlanOptions:
 
     @property
     def heads(self) -> int:
-        """Of this rank's part of the model."""
+        """Heads in this rank's part of the model."""
         return sizes_of(self.config, parts=self.tensor_parallel)["h"]
 
     @property
     def num_parameters(self) -> int:
-        """Of this rank's part of the model."""
+        """Parameters in this rank's part of the model."""
         return num_parameters(self.config, self.tensor_parallel)
 
     @property
     def layer_elements(self) -> int:
-        """Of one layer's tensors, in this rank's part of the model."""
+        """Elements of one layer's tensors, in this rank's part of the model."""
         shapes = parameter_shapes(self.config, self.tensor_parallel)
         return sum(prod(shapes[p.name][1:]) for p in PARAMETERS if p.per_layer)
 
     @property
     def outer_elements(self) -> int:
-        """Of the tensors that belong to no layer."""
+        """Elements of the tensors that belong to no layer."""
         return self.num_parameters - self.config.num_layers * self.layer_elements
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether ln1 and ln2 of all parts are kept for backward, where a part's own would be."""
+        """Whether ln1 and ln2, where they are kept for backward, are kept with the rows of all parts and not only this part's own."""
         return self.keep_gathered and self.tensor_parallel > 1
 
     @property

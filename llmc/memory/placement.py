@@ -1,4 +1,4 @@
-"""Where tensors lie in an arena in which those whose lifetimes do not meet may share bytes."""
+"""Where tensors lie in an arena in which those whose lifetimes do not overlap may share bytes."""
 
 from bisect import insort
 from dataclasses import replace
@@ -8,7 +8,7 @@ from llmc.units import whole
 
 
 def place(tensors, stages):
-    """Give every tensor an offset: largest first, each at the lowest gap free of tensors it is alive together with."""
+    """Give every tensor an offset: largest first, each in the lowest gap that no tensor alive at the same time takes."""
     at = {stage: i for i, stage in enumerate(stages)}
 
     def lifetime(tensor) -> int:
@@ -32,7 +32,7 @@ def place(tensors, stages):
 
 
 def extent(tensors) -> int:
-    """Bytes of the arena that they need where they were placed."""
+    """Bytes of an arena that holds these tensors where they were placed."""
     return max(whole(t.offset + t.nbytes, ALIGNMENT) for t in tensors)
 
 

@@ -1,8 +1,8 @@
 """The memory plan: tables + options -> where every byte of a run lives. Plain arithmetic; no torch, no device.
 
 Parameters, gradients and optimizer state are one arena each, packed in file order. All activations share one arena:
-every tensor has the span of stages it is needed for, and tensors whose spans do not meet may share bytes. The step
-itself, evaluation, the update and sampling are all stages on the same line, so they all fit in the same arena.
+every tensor has the spans of stages it is needed for, and tensors whose spans do not overlap may share bytes. The step
+itself, evaluation, the update and sampling are all stages on the same time line, so they all fit in the same arena.
 """
 
 from functools import cached_property
@@ -15,7 +15,7 @@ from llmc.memory.rooms import attention_library_bytes
 from llmc.memory.slots import OFFLOAD_SLOTS
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
 
-# columns that the activation arena is made of -> purposes of tensors, in the order in which they are asked whose a shared byte is
+# column for a part of the activation arena -> purposes of its tensors; a shared byte counts for the first column that uses it
 ARENA_PARTS = {
     "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "gathered": ("gathered",), "scratch": ("scratch", "sample"),
 }  # fmt: skip
@@ -29,7 +29,7 @@ class Plan:
     schedule     the stages of a block's backward pass
     stages       all stages in which a tensor may be alive, in order
     segments     which blocks run forward again before backward, and where each residual3 lies
-    host_bytes   pinned host memory beside the total: of --offload-residual, and on CUDA of --async-checkpoint
+    host_bytes   pinned host memory, not in the total: for --offload-residual, and on CUDA for --async-checkpoint
     """
 
     def __init__(self, options: PlanOptions):
@@ -55,16 +55,16 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Everything allocated by us on the device, and what library calls allocate meanwhile."""
+        """Everything that we allocate on the device, and what library calls allocate there temporarily."""
         return sum(self.arenas.values()) + self.library_bytes + (self.checkpoint_bytes if self.options.device == "cpu" else 0)
 
     @property
     def columns(self) -> dict[str, int]:
-        """The total, part by part: parameters, gradients, optimizer, kept, shared, head, scratch, library; of several ranks gathered too,
-        and on a CPU the checkpoint that is written beside training.
+        """The total, part by part: parameters, gradients, optimizer, kept, shared, head, scratch, library; with several ranks also
+        gathered, and on a CPU checkpoint, the copy from which one is written while training goes on.
 
         The parts of the activation arena take turns in the same bytes. Each byte counts for the first of kept, shared, head, gathered
-        and scratch that ever uses it, gaps for scratch, so the parts add up to what is allocated.
+        and scratch that ever uses it, and gaps count for scratch, so the parts add up to what is allocated.
         """
         a = self.arenas
         optimizer = sum(n_bytes for name, n_bytes in a.items() if name not in ("parameters", "gradients", "activations"))
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory, beside the total."""
+        """Pinned host memory, which is not in the total."""
         return self.residual_bytes + (self.checkpoint_bytes if self.options.device == "cuda" else 0)
 
     @property
@@ -89,7 +89,7 @@ class Plan:
         """Name -> elements and type of what --async-checkpoint copies, in order: the weights, which rank 0 writes, then this rank's m, v
         and master, in fp32 as in their file."""
         o, n = self.options, num_parameters(self.options.config)
-        if not o.async_checkpoint or o.rank % o.tensor_parallel:  # of several parts the first writes
+        if not o.async_checkpoint or o.rank % o.tensor_parallel:  # of several parts only the first writes
             return {}
         state = ("m", "v") if o.master == "none" else ("m", "v", "master")
         weights = {"parameters": (n, o.precision)} if o.rank == 0 else {}
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def offloaded_layers(self) -> int:
-        """How many residuals go to the host: all but the last, which are still on the device when backward starts."""
+        """How many residuals go to the host: all but the last few, which are still on the device when backward starts."""
         return max(0, self.options.config.num_layers - OFFLOAD_SLOTS) if self.options.offload_residual else 0
 
     def residual_slot(self, l: int) -> int:
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def library_bytes(self) -> int:
-        """What library calls allocate meanwhile: a card's attention."""
+        """What library calls allocate temporarily: torch's attention on a GPU does."""
         return attention_library_bytes(self.options)
 
     @property

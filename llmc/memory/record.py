@@ -14,14 +14,14 @@ RECORD_NAME = "memory.json"
 
 
 class MemoryRecord:
-    """DIR/memory.json, written anew from the first training step on whenever a phase ends for the first time; without a folder, nothing. A
-    fresh run that trains nothing writes it at its end, unless an earlier run did.
+    """DIR/memory.json. From the first training step on, it is rewritten whenever a phase ends for the first time. A fresh run that trains
+    nothing writes it at its end, unless an earlier run did. No folder, no file.
 
     plan      options, bytes of every arena and column, total, and every tensor
     flags     every setting of the command line
-    measured  peak bytes since the start at the end of build, first step, evaluation, HellaSwag, sampling, checkpoint, resume and of the
-              run, each with the peak over `baseline_bytes`, what was in use before the first arena was allocated
-    speed     mean step time without the first step, and tokens per second
+    measured  peak bytes since the start, at the end of build, first step, evaluation, HellaSwag, sampling, checkpoint, resume and the
+              run; each also as the excess over `baseline_bytes`, what was in use before the first arena was allocated
+    speed     mean step time without the steps that set things up (the first; with CUDA graphs the first two), and tokens per second
     """
 
     def __init__(self, folder, plan: Plan, settings, backend):
@@ -48,26 +48,27 @@ class MemoryRecord:
         self._measured = {"measured": [], "speed": None}
 
     def phase(self, name: str, step: int) -> None:
-        """The first time a phase ends: the peak so far, written down."""
+        """The first time that a phase ends, record the peak so far."""
         if name in self._phases:
             return
         self._phases.add(name)
-        # Linux keeps its count of a process's pages in parts, one a thread, so a later reading may be some pages below an earlier one
+        # Linux counts a process's pages in parts, one for each thread, so a later reading may be some pages below an earlier one
         self._peak = peak = max(self._peak, self._backend.peak_bytes())
         self._measured["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
         self._write()
 
     def go_ahead(self, failed) -> None:
-        """With its first step, or at its end, the run's record will replace that of an earlier one, which one that is refused leaves alone.
+        """Check that the record can be written. It replaces that of an earlier run only with this run's first step, or at its end, so a run
+        that is refused before leaves the earlier record alone.
 
-        failed(UserError) is told where the disk is full or denies. Raises UserError where a folder has its name.
+        failed(UserError) is called if the disk is full or denies the write. Raises UserError if the file's name is that of a folder.
         """
         if self._path and self._path.is_dir():
             raise UserError(f"{self._path} is a directory; expected a file, or nothing, where the memory record is written: move it away")
         self._failed = failed
 
     def end(self, step: int, average_step_ms: float, tokens_per_step: int) -> None:
-        """The run is over."""
+        """The run is over: record its speed and its last peak."""
         if average_step_ms > 0:
             self._measured["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
         self.phase("end", step)

@@ -33,7 +33,7 @@ LEGEND = {
 
 
 def allocation_lines(plan: Plan) -> list[str]:
-    """llm.c's line for every arena that is about to be allocated, the parameters' excepted: they come first, in other words."""
+    """llm.c's line for every arena that is about to be allocated, except the parameters, which print_sizes reports in other words."""
     lines = [
         f"allocating {n_bytes // MIB} MiB for {PURPOSE_NAMES[purpose]}"
         for purpose, n_bytes in plan.arenas.items()
@@ -48,7 +48,7 @@ def allocation_lines(plan: Plan) -> list[str]:
 
 
 def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) -> list[str]:
-    """llm.c's lines on what is in use and what would still fit. The estimate is of plans, not a division."""
+    """llm.c's lines on what is in use and what would still fit. The estimate comes from plans, not from a division."""
     return [
         f"device memory usage: {used_bytes // MIB} MiB / {total_bytes // MIB} MiB",
         f"memory per sequence: {plan.bytes_per_sequence // MIB} MiB",
@@ -57,7 +57,7 @@ def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) 
 
 
 def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> list[dict]:
-    """One dict per recompute level: the numbers of --plan, as --plan --json prints them. MiB are floats; unknown is None."""
+    """One dict per recompute level: the numbers of --plan, as --plan --json prints them. MiB are floats; what is unknown is None."""
     rows = []
     for level in levels_of(options):
         o = replace(options, recompute=level)
@@ -110,7 +110,7 @@ def describe(o: PlanOptions) -> str:
 
 
 def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> str:
-    """One line per recompute level, MiB per purpose; the level asked for is marked. Of several ranks also what one of them sends."""
+    """One line per recompute level, MiB per purpose; the level asked for is marked. With several ranks, also what one of them sends."""
     columns = tuple(Plan(options).columns)
     heads = ("-r", *columns, "total", "MiB/seq", "largest -b", "+FLOPs", "FLOP/B", "not kept")
     rows, before = [], ()
@@ -132,7 +132,7 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
 
 
 def legend(columns) -> list[str]:
-    """What these columns of the plan's table mean, of those that do not say so."""
+    """A line for each of these columns of the plan's table whose name does not say what it means."""
     names = [name for name in columns if name in LEGEND]
     width = max(map(len, names))
     return [f"{name.ljust(width)}  {LEGEND[name]}" for name in names]
@@ -160,7 +160,7 @@ def _footer(options, row, budget) -> list[str]:
 
 
 def _host_memory(options, row) -> str:
-    """What of the plan is in host memory, and whether that is in the total."""
+    """How much of the plan is in host memory, and whether that is in the total."""
     checkpoint = f"{row['checkpoint_mib']:.1f} MiB for checkpoints while they are written"
     if options.async_checkpoint and options.device == "cpu":
         return f"host memory: {checkpoint}, in the total"
@@ -185,7 +185,7 @@ def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None
 
 
 def network_json(network: Network) -> dict:
-    """The speeds of a plan under the names of their flags."""
+    """The network's speeds under the names of their flags."""
     return {"link": network.link or None, "node_link": network.inside or None, "gpus_per_node": network.machine}
 
 
@@ -202,7 +202,7 @@ def options_json(o: PlanOptions) -> dict:
 
 
 def tensor_rows(plan: Plan) -> list[dict]:
-    """Every tensor of the plan: arena, name, shape, dtype, bytes, place in its arena, and the stages from which to which it lives."""
+    """Every tensor of the plan: arena, name, shape, dtype, bytes, place in its arena, and first and last stages of its lifetimes."""
     rows = []
     for arena in plan.arenas:
         if arena == "activations":
@@ -231,7 +231,7 @@ def tensor_rows(plan: Plan) -> list[dict]:
 
 
 def tensors_table(plan: Plan) -> str:
-    """--plan --tensors in columns."""
+    """What --plan --tensors prints: the tensors in columns."""
     heads = ("arena", "name", "purpose", "shape", "dtype", "bytes", "offset", "lives from .. to")
     rows = [
         (r["arena"], r["name"], r["purpose"], "x".join(map(str, r["shape"])), r["dtype"], str(r["bytes"]), str(r["offset"]),
@@ -243,7 +243,7 @@ def tensors_table(plan: Plan) -> str:
 
 
 def not_enough_memory(error: NotEnoughMemory) -> str:
-    """What to say below the sentence when a plan does not fit, or did not after all: the table, and the cheapest ways out."""
+    """The text below the error's sentence when a plan does not fit, or did not after all: the table, and the cheapest ways to fit."""
     options, budget_bytes = error.options, error.budget_bytes
     ways = ways_to_fit(options, budget_bytes, options.B * error.grad_accum_steps)
     text = plan_table(options, error.grad_accum_steps, Budget(budget_bytes, "what there is"))

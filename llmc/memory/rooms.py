@@ -1,4 +1,4 @@
-"""How large working room is: rows, heads, workers and elements at once, of the options' batch on their device."""
+"""How large scratch buffers are: how many rows, heads, workers and elements at once, for the options' batch on their device."""
 
 from math import prod
 
@@ -10,7 +10,7 @@ from llmc.memory.tuning import (
 )  # fmt: skip
 from llmc.units import even_part, whole
 
-# working room of attention on a CPU, and of Triton's: (name, shape, dtype)
+# scratch of attention on a CPU, and of Triton's attention: (name, shape, dtype)
 TORCH_ATTENTION = (
     ("rows", "7 Ha T HS", "fp32"), ("scores", "2 Ha Q T", "fp32"), ("stats", "2 Ha T", "fp32"), ("sums", "2 3k", "fp32"),
     ("mask", "Q Q", "fp32"),
@@ -22,8 +22,8 @@ NUMBA_ATTENTION = (
     ("sums", "Wa 2 Tb Hb", "fp32"), ("bias", "B 3k", "fp32"),
 )  # fmt: skip
 TRITON_ATTENTION = (("delta", "B h T", "fp32"), ("sums", "B Ta 3k", "fp32"))
-# of matmuls in FP8: of all; of those that make a weight's gradient; of the gradient that these share with those that make an input's;
-# and of fcproj's, which is narrower than the widest, and lies there longer, while GELU runs between the two
+# scratch of matmuls in FP8: of all; of those that compute a weight's gradient; for dout, which these share with those that compute an
+# input's gradient; and for fcproj's dout, which is narrower than the widest one and must survive longer, while GELU runs between the two
 FP8_MATMULS = (
     ("inp", "B T Fc", "fp8"), ("inp_scale", "1", "fp32"), ("weight", "Fw", "fp8"), ("weight_scale", "1", "fp32"),
     ("partials", "Pf", "fp32"),
@@ -31,19 +31,19 @@ FP8_MATMULS = (
 FP8_DWEIGHT = (("sum", "Fw", "fp32"),)
 FP8_DOUT = (("dout", "2 B T Fc", "fp8"), ("dout_scale", "1", "fp32"))
 FP8_FCPROJ = (("fcproj_dout", "2 B T C", "fp8"), ("fcproj_dout_scale", "1", "fp32"))
-LIBRARY_TILE_ROWS = 128  # of a card's attention that is not ours
+LIBRARY_TILE_ROWS = 128  # of torch's attention on a GPU
 
 
 def plan_sizes(o: PlanOptions) -> dict[str, int]:
-    """The letters of the tables, see tables.py, and those of working room:
+    """The letters of the tables, see tables.py, and those of scratch buffers:
 
-    R   rows of logits of a chunk of the head      Rc  of those that the classifier works on at once
-    Hw  elements of that chunk, and of its rows of the stream, widened for its weight's gradient
-    Rn  rows of a layernorm; of GELU a quarter     Rw  rows that fit the room of widened factors
-    Pc  partial sums of columns                    Np  of the norm                Nw  elements of a piece of it
+    R   rows of logits in a chunk of the head      Rc  rows of logits that the classifier works on at once
+    Hw  elements of a chunk of logits, and of its rows of the stream, widened for the weight's gradient
+    Rn  rows of layernorm at once; GELU a quarter  Rw  rows that fit the scratch for widened factors
+    Pc  partial sums of columns                    Np  partial sums of the norm   Nw  elements of a piece of the norm
     U   elements of the update at a time           G   positions of a sample
-    Q   queries of torch's attention on a CPU, at once, and Ha of its heads, of HS channels
-    Wa  workers of numba's attention               Ta  tiles of a sequence in Triton's
+    Q   queries, and Ha heads of HS channels, that torch's attention on a CPU works on at once
+    Wa  workers of numba's attention               Ta  tiles of a sequence in Triton's attention
     Tp  T as memory-efficient attention pads its row statistics
 
     and what _attention_sizes, _matmul_sizes and _fp8_sizes add.
@@ -71,8 +71,8 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
 
 
 def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
-    """Of numba's matmuls: Wm workers, Rm rows for their sums in all, Nf numbers in a factor, and Pm factors of a left matrix, of columns,
-    that are packed at once: of as many of its rows as fit, but at least of a block's, each filled up to TILE_DEPTH."""
+    """For numba's matmuls: Wm workers, Rm rows for the sums of all workers, Nf numbers in a factor, and Pm factors that are packed at once
+    of a left matrix stored by columns: as many of its rows as fit, but at least a block's, each padded to a multiple of TILE_DEPTH."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
     widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
     workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), whole(rows, TILE_DEPTH)
@@ -85,21 +85,21 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
 
 
 def _fp8_sizes(o: PlanOptions) -> dict[str, int]:
-    """Of matmuls in FP8: Fc columns of a layer's widest input or output, Fw elements of its largest weight, and Pf parts of a tensor whose
-    largest elements are looked for."""
+    """For matmuls in FP8: Fc columns of a layer's widest input or output, Fw elements of its largest weight, and Pf parts of a tensor, in
+    each of which the largest element is found."""
     sizes = sizes_of(o.config, parts=o.tensor_parallel)
     features = max(3 * sizes["k"], 4 * sizes["f"])
     return {"Fc": max(sizes["C"], features), "Fw": features * sizes["C"], "Pf": FP8_PARTIALS}
 
 
 def head_chunk_rows(o: PlanOptions) -> int:
-    """Rows of logits per chunk, the wish or the device's tuning; never fewer for a larger batch.
+    """Rows of logits per chunk, from --head-chunk or the device's tuning; never fewer for a larger batch.
 
-    With tensor parallelism as many of each part's, at least one.
+    With tensor parallelism a chunk has equally many rows of each part, at least one.
     """
     parts = o.tensor_parallel
     rows = TUNING[o.device].head_bytes // (o.config.padded_vocab_size // parts * DTYPE_BYTES[o.precision])
-    automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # a matmul likes whole tiles
+    automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # matmuls work best in whole tiles
     rows = min(o.head_chunk or automatic, o.B * o.T)
     return max(1, rows // parts) * parts
 
@@ -116,7 +116,8 @@ def classifier_rows(o: PlanOptions) -> int:
 
 
 def widens(o: PlanOptions) -> bool:
-    """Whether bf16 factors of weight gradients are widened: all matmuls' are, or torch has none on this device for gradients in fp32."""
+    """Whether bf16 factors of weight gradients are widened: either all matmuls widen, or torch's on this device cannot make fp32 gradients
+    from them."""
     needed = o.gradients != o.precision and TUNING[o.device].widened_rows > 0 and o.matmul != "numba"
     return o.matmul == "widened" or needed
 
@@ -127,7 +128,7 @@ def attention_queries(o: PlanOptions) -> int:
 
 
 def attention_heads(o: PlanOptions) -> int:
-    """Heads that it works on at once: those of some whole sequences, or an even part of one's."""
+    """Heads that it works on at once: all heads of some sequences, or an even part of one sequence's."""
     heads = max(1, TUNING[o.device].score_elements // (attention_queries(o) * o.T))
     if heads >= o.heads:
         return min(o.B, heads // o.heads) * o.heads
@@ -135,7 +136,7 @@ def attention_heads(o: PlanOptions) -> int:
 
 
 def attention_workers(o: PlanOptions) -> int:
-    """Threads that numba's attention keeps busy at most, each with a head."""
+    """The most threads that numba's attention keeps busy, each with a head."""
     sizes = _attention_sizes(o) | {"Wa": 1}
     rooms = (row for row in NUMBA_ATTENTION if row[1].startswith("Wa"))
     each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.factor_type if dtype == "factor" else dtype] for _, shape, dtype in rooms)
@@ -143,7 +144,7 @@ def attention_workers(o: PlanOptions) -> int:
 
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
-    """Of numba's attention: Tb tokens and Hb channels of a head in whole blocks."""
+    """For numba's attention: Tb tokens, and Hb channels of a head, rounded up to whole blocks."""
     tokens, channels = (whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
     return {"Tb": tokens, "Hb": channels}
 
@@ -163,19 +164,19 @@ def norm_partials(o: PlanOptions) -> int:
 
 
 def attention_library_bytes(o: PlanOptions) -> int:
-    """What a card's attention takes in memory of its own, o and lse forward, more backward; freed at once.
+    """What torch's attention on a GPU allocates by itself, o and lse in forward, more in backward; freed at once.
 
-    Backward that is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; of torch 2.11.
+    In backward it is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; as of torch 2.11.
     """
     if o.attention_kind in ("cpu", "triton"):
         return 0
     HS, heads = o.config.head_size, o.B * o.heads
     gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
     rows_of_tiles = 4 * heads * whole(o.T, LIBRARY_TILE_ROWS)
-    if o.attention_kind == "flash":  # sums dq deterministically: in one copy for every part of the card that works on a head
+    if o.attention_kind == "flash":  # sums dq deterministically: one copy for each multiprocessor that works on the same head
         return gradients + rows_of_tiles + rows_of_tiles * whole(HS, 32) * -(-o.processors // heads)
     if o.attention_kind == "cudnn":
         return gradients + row_sums + dq  # a guess, as its workspace is not documented
-    if o.precision == "fp32":  # sums dq in place, but makes tensors of do * o, its row sums, and these transposed
+    if o.precision == "fp32":  # sums dq in place, but allocates do * o, its row sums, and these transposed
         return gradients + dq + 2 * row_sums
     return gradients + row_sums + rows_of_tiles * whole(HS, 64)

@@ -6,12 +6,13 @@ letters, resolved against the sizes of one run:
     B micro-batch   T sequence length   C channels   NH heads   L layers   V, Vp vocabulary and padded vocabulary
     maxT longest sequence the model knows
 
-With tensor parallelism a rank has a part of some, written small:
+With tensor parallelism a rank has a part of some of these, in small letters:
 
-    s tokens of each sequence's share of the stream (T)   h its heads (NH)   k their channels (C)
-    f a quarter of its columns of the MLP (C)   w its vocabulary (Vp)
+    s its rows of the stream, per sequence of the batch (T)   h its heads (NH)   k their channels (C)
+    f a quarter of its columns of the MLP (C)   w its rows of the vocabulary (Vp)
 
-Where the parts do not divide the heads there are more, whose weights are zero and stay so, as of padded rows of the vocabulary.
+Where the number of parts does not divide NH, heads are padded: the weights of added heads are zero and stay zero, as those of padded
+rows of the vocabulary do.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Parameter:
     shape: str  # small letters where tensor parallelism splits it
     decay: bool = False  # weight decay applies
     init: str = "zeros"  # zeros | ones | normal | residual: N(0, 0.02), the last scaled by 1/sqrt(2L)
-    blocks: int = 1  # that are each split: q, k and v
+    blocks: int = 1  # of its rows, each of which is split by itself: q, k and v
 
     @property
     def per_layer(self) -> bool:
@@ -44,7 +45,7 @@ class Parameter:
         return next((i for i, word in enumerate(words) if word.lstrip("0123456789") in SPLIT), None)
 
 
-SPLIT = {"s": "T", "h": "NH", "k": "C", "f": "C", "w": "Vp"}  # letter of a part -> of the whole
+SPLIT = {"s": "T", "h": "NH", "k": "C", "f": "C", "w": "Vp"}  # letter of a part -> letter of the whole
 PARAMETERS = (
     Parameter("wte", "w C", decay=True, init="normal"),
     Parameter("wpe", "maxT C", decay=True, init="normal"),
@@ -63,13 +64,13 @@ PARAMETERS = (
     Parameter("lnfw", "C", init="ones"),
     Parameter("lnfb", "C"),
 )
-MATRICES = {p.name for p in PARAMETERS if p.decay and p.per_layer}  # that a layer multiplies by
-# gradients that each part takes over its own rows, to be summed; wpe's is taken over those of all
+MATRICES = {p.name for p in PARAMETERS if p.decay and p.per_layer}  # a layer's matrices, which its matmuls multiply by
+# gradients that each part takes over its own rows, and that are then summed over parts; wpe's is taken over all rows
 SUMMED_OVER_PARTS = {p.name for p in PARAMETERS if p.split is None and p.name != "wpe"}
 
 
 def sizes_of(config: ModelConfig, B: int = 0, T: int = 0, parts: int = 1) -> dict[str, int]:
-    """The letters of the shapes, for this model and batch, split into so many parts."""
+    """The letters of the shapes, for this model and batch, split into `parts`."""
     sizes = {
         "B": B, "T": T, "C": config.channels, "NH": config.num_heads, "L": config.num_layers,
         "V": config.vocab_size, "Vp": config.padded_vocab_size, "maxT": config.max_seq_len,
@@ -91,7 +92,7 @@ def _dims(shape: str) -> tuple[tuple[int, str], ...]:
 
 
 def parameter_shapes(config: ModelConfig, parts: int = 1) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the 16 tensors, in file order; of the part of one rank, with tensor parallelism."""
+    """Name -> shape of the 16 tensors, in file order; with tensor parallelism, of one rank's part of them."""
     sizes = sizes_of(config, parts=parts)
     return {p.name: resolve(p.shape, sizes) for p in PARAMETERS}
 
@@ -157,7 +158,7 @@ class Stage:
 
     @property
     def is_matmul(self) -> bool:
-        """Of a layer's matrix, or for the gradient of one; attention is none."""
+        """Whether it multiplies by a layer's matrix, or computes the gradient of one; attention does neither."""
         return not MATRICES.isdisjoint(self.weights + self.grads)
 
 
@@ -178,8 +179,8 @@ FORWARD_STAGES = (
 
 LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
 
-# the gradient of a bias is a sum over rows, and taken by the stage before its matmul's, which has those rows at hand.
-# a projection's input gradient comes before GELU runs again, so that one pass can do GELU and its gradient
+# the gradient of a bias is a sum over rows, taken by the stage before that of its matmul, which has those rows at hand.
+# fcproj's input gradient comes before GELU runs again, so that one pass can do GELU and its gradient
 BACKWARD_STAGES = (
     Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C f"),
     Stage("gelu_backward", ("dfch", "fch"), ("dfch",), (), ("fcb",)),
@@ -193,7 +194,7 @@ BACKWARD_STAGES = (
     Stage("ln1_backward", ("dresidual", "dln1", "residual", *LN1), ("dresidual",), ("ln1w",), ("ln1w", "ln1b", "fcprojb")),
 )
 
-# tensor parallelism: matmul -> the tensor of which it needs the rows of all parts; and those whose result is a part of a sum over all
+# tensor parallelism: matmul -> the tensor of which it needs the rows of all parts; and matmul -> what its results add up to
 ALL_ROWS_OF = {
     "qkv": "ln1", "fc": "ln2", "fcproj_dinput": "dresidual", "fcproj_dweight": "dresidual", "fc_backward": "ln2",
     "attproj_backward": "dresidual", "qkv_backward": "ln1",

@@ -1,8 +1,8 @@
 """What ranks send one another in a step, on paper: bytes by purpose and collective, and how long links are busy with them.
 
 The walk is the model's own, over the same schedule, groups of tensors and slots, so the bytes are those that Group.sent counts in a
-run: of a ring, which is the least there can be. A reduce-scatter or an all-gather of n bytes over N ranks sends n (N-1)/N from each,
-an all-reduce is one after the other.
+run: as for a ring, which is the least possible. In a reduce-scatter or an all-gather of n bytes over N ranks each sends n (N-1)/N;
+an all-reduce is the one followed by the other.
 """
 
 from collections import Counter
@@ -20,19 +20,19 @@ from llmc.memory.tuning import RANK_NUMBERS
 
 # purpose -> (among whom, whether computing waits for it). data: ranks with the same part of the model, parts: ranks with the same data
 PURPOSES = {
-    "gradients of layers": ("data", False),  # summed while backward goes on below
-    "gradients of the embedding": ("data", True),  # the last that backward completes
-    "weights of layers": ("data", False),  # on their way while the layer before computes
-    "weights outside layers": ("data", True),  # the first that forward reads
+    "gradients of layers": ("data", False),  # summed while backward goes on with the layers below
+    "gradients of the embedding": ("data", True),  # the last gradients that backward completes
+    "weights of layers": ("data", False),  # gathered while the layer before computes
+    "weights outside layers": ("data", True),  # the first weights that forward reads
     "rows for matmuls": ("parts", True),
     "sums of matmuls": ("parts", True),
     "rows for the head": ("parts", True),
     "sums of the head": ("parts", True),
-    "softmax": ("parts", True),  # over a vocabulary of which each part has some
+    "softmax": ("parts", True),  # over a vocabulary that is split over the parts
     "gradients all parts have": ("parts", True),
     "loss and norm": ("all", True),
 }
-STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # read rows that an earlier stage gathered, and nothing replaced since
+STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # read rows that an earlier stage gathered, unless replaced since
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Sent:
 
     @property
     def waits(self) -> bool:
-        """Whether computing waits for it; else it goes on beside."""
+        """Whether computing waits for it; else computing goes on meanwhile."""
         return PURPOSES[self.purpose][1]
 
 
@@ -58,9 +58,9 @@ class Sent:
 class Network:
     """How fast a rank sends to its neighbour in a ring, in Gbit/s each way.
 
-    link     between machines, and inside them where `inside` is 0; 0: unknown
+    link     between machines, and also inside them if `inside` is 0; 0: unknown
     inside   inside a machine
-    machine  ranks in each; they are neighbours
+    machine  ranks in each machine, which are neighbours
     """
 
     link: float = 0.0
@@ -68,7 +68,7 @@ class Network:
     machine: int = 8
 
     def gbit_s(self, o: PlanOptions, among: str) -> float:
-        """Of the ring of a group. It leaves a machine once, over the ports of all its ranks there; the fewest where they are not even."""
+        """The speed of a group's ring. It leaves a machine once, over the ports of all its ranks there; the fewest if machines differ."""
         parts = o.tensor_parallel
         size, here = {
             "parts": (parts, gcd(parts, self.machine)),
@@ -94,18 +94,18 @@ def step_traffic(o: PlanOptions, grad_accum_steps: int = 1) -> tuple[Sent, ...]:
 
 
 def ring(n_bytes: int, ranks: int, passes: int = 1) -> int:
-    """Bytes that each of the ranks of a ring sends, of a tensor of so many."""
+    """Bytes that each rank of a ring sends for a tensor of n_bytes."""
     return passes * (n_bytes // ranks * (ranks - 1))
 
 
 def _layer_bytes(o: PlanOptions, dtype: str) -> dict[str, int]:
-    """Tensor -> bytes of a layer of this rank's part of it."""
+    """Tensor -> bytes of one layer of this rank's part of it."""
     shapes = parameter_shapes(o.config, o.tensor_parallel)
     return {p.name: prod(shapes[p.name][p.per_layer :]) * DTYPE_BYTES[dtype] for p in PARAMETERS}
 
 
 def _gradients(o, grad_accum_steps):
-    """Sums of each group that is complete: of every micro-step or of the last; at stage 0 they are spread once."""
+    """The sum of each complete group: after every micro-step, or only the last; at stage 0 the sums are then spread, once."""
     n_bytes, times = _layer_bytes(o, o.gradients), grad_accum_steps if o.reduces_always else 1
     for key, group in gradient_groups(o.config).items():
         names = [name for name, _ in group]
@@ -125,7 +125,7 @@ def _gradients(o, grad_accum_steps):
 
 
 def _weights(o, grad_accum_steps):
-    """Stages 1 and 2 gather all of them after the update, stage 3 a group whenever it is needed and in no slot."""
+    """Stages 1 and 2 gather all weights after the update, stage 3 gathers a group whenever it is needed and in no slot."""
     if o.zero_stage == 0:
         return
     n_bytes, groups = _layer_bytes(o, o.precision), weight_groups(o.config)
@@ -154,8 +154,8 @@ def _fetches(o, grad_accum_steps) -> Counter:
 
 
 def _needs(o):
-    """Groups of weights in the order in which a micro-step needs them, each with the one that comes in meanwhile, as in GPT2; None: the
-    outer ones are needed no more."""
+    """Yields groups of weights in the order in which a micro-step needs them, each with the one that is gathered meanwhile, as in GPT2.
+    None means that the outer ones are no longer needed."""
     L, s = o.config.num_layers, segments(o.recompute, o.config.num_layers)
 
     def forward(layers):
@@ -174,16 +174,16 @@ def _needs(o):
 
 
 def _with(key, then):
-    """What Sharing.need gathers, where it is not there."""
+    """The groups that Sharing.need(key, then) gathers, unless they are there."""
     return (key,) if then is None or weight_slot(then) == weight_slot(key) else (key, then)
 
 
 def _rows(o, grad_accum_steps):
-    """Tensor parallelism: rows of all parts where a matmul needs them, sums where it gives a part of one, embedding and head included."""
+    """Tensor parallelism: rows of all parts where a matmul needs them, sums where its results are partial; embedding and head included."""
     parts, L = o.tensor_parallel, o.config.num_layers
     if parts == 1:
         return
-    gathers, sums = 1, 1  # the embedding's: its gradient is of all rows, its output is a sum
+    gathers, sums = 1, 1  # the embedding's: its gradient needs all rows, its output is a sum over parts
     again = sum(map(len, segments(o.recompute, L).again))
     for stages, times in ((FORWARD_STAGES, L + again), (backward_schedule(o.recompute), L)):
         of_block = _gathers_and_sums(o, stages)
@@ -194,7 +194,7 @@ def _rows(o, grad_accum_steps):
     yield "sums of matmuls", "reduce-scatter", sums * stream
     yield "rows for the head", "all-gather", stream
     yield "sums of the head", "reduce-scatter", stream
-    of_each_row = 3 * DTYPE_BYTES["fp32"]  # its largest logit, the sum of powers, the target's logit
+    of_each_row = 3 * DTYPE_BYTES["fp32"]  # its largest logit, the sum of exponentials, the target's logit
     yield "softmax", "all-reduce", grad_accum_steps * ring(rows * of_each_row, parts, passes=2)
 
 
@@ -202,7 +202,7 @@ def _gathers_and_sums(o, stages) -> tuple[int, int]:
     """How often the stages of a block gather the stream, and sum into it."""
     kept = {"ln1", "ln2"} & set(kept_names(o.recompute)) if o.keeps_gathered else set()
     backward = {stage.name for stage in BACKWARD_STAGES}
-    gathers, sums, there = 0, 0, None  # there: whose rows the room for them holds
+    gathers, sums, there = 0, 0, None  # there: the tensor whose rows the buffer holds
     for stage in stages:
         name = ALL_ROWS_OF.get(stage.name)
         if name in kept:
@@ -215,6 +215,6 @@ def _gathers_and_sums(o, stages) -> tuple[int, int]:
 
 
 def _numbers(o, _):
-    """What all tell each other once a step."""
+    """The numbers that all ranks tell one another once a step."""
     if o.world > 1:
         yield "loss and norm", "all-gather", ring(o.world * RANK_NUMBERS * DTYPE_BYTES["fp32"], o.world)

@@ -11,7 +11,7 @@ BESIDE = {
     "gradients of layers": "gradients of layers are summed while backward goes on below them",
     "weights of layers": "weights of layers come while the layer before computes",
 }
-AFTER_UPDATE = "weights of layers come while the next step begins"  # stages 1 and 2
+AFTER_UPDATE = "weights of layers come while the next step begins"  # at ZeRO stages 1 and 2
 AMONG = {
     "data": "the ranks with the same part of the model and data of their own",
     "parts": "the ranks with the same data, which are neighbours",
@@ -20,7 +20,7 @@ AMONG = {
 
 
 def traffic_columns(o: PlanOptions, grad_accum_steps: int, network: Network | None) -> dict:
-    """What a rank sends in a step, by purpose and collective, and in all; times are None where the link is unknown."""
+    """What a rank sends in a step, by purpose and collective, and in total; times are None where the link is unknown."""
     network = network or Network()
     sent = [
         {"purpose": one.purpose, "among": one.among, "kind": one.kind, "bytes": one.bytes, "mib": one.bytes / MIB,
@@ -61,14 +61,14 @@ def _in_ms(ms: float | None) -> str:
 
 
 def _beside(o, row) -> str:
-    """What need not be waited for, and why."""
+    """What computing need not wait for, and why."""
     words = BESIDE | ({"weights of layers": AFTER_UPDATE} if o.zero_stage < 3 else {})
     goes_on = [words[sent["purpose"]] for sent in row["sent"] if not sent["waits"]]
     return f"computing goes on beside some: {', '.join(dict.fromkeys(goes_on))}" if goes_on else "computing waits for all of it"
 
 
 def _times(o, row, budget) -> str:
-    """Computing beside sending."""
+    """How long computing takes, and how long sending takes in comparison."""
     ms, sending = row["compute_ms"], row["sending_ms"]
     if ms is None:
         line = "computing: say --memory-budget and a card, such as h100-80, for how long it takes"
