@@ -34,7 +34,7 @@ class Backend:
             torch.cuda.synchronize(self.device)
 
     def mark(self):
-        """This moment: on a GPU that at which it has done all it was given so far."""
+        """A mark of this moment; on a GPU, of the moment at which it has done all that it was given so far."""
         if self.kind != "cuda":
             return time.perf_counter()
         import torch
@@ -44,16 +44,15 @@ class Backend:
         return event
 
     def seconds_between(self, first, second) -> float:
-        """From one mark to another, which is waited for."""
+        """Seconds from the first mark to the second, which is waited for."""
         if self.kind != "cuda":
             return second - first
         second.synchronize()
         return first.elapsed_time(second) / 1e3
 
     def read_later(self, *numbers):
-        """Start to fetch tensors of one number each, or plain numbers; a function that waits for them and returns a list of floats.
-
-        What is launched next may overwrite them.
+        """Start to copy tensors of one number each, or plain numbers, to the host. Returns a function that waits and gives a list of
+        floats. Whatever is launched after this call may overwrite the tensors.
         """
         if self.kind != "cuda":
             values = [float(number) for number in numbers]
@@ -85,7 +84,7 @@ class Backend:
         return self.capability() >= (8, 0)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(used, total) bytes: of the card, or of the machine with what this process has resident as used."""
+        """(used, total) bytes: of the card; on a CPU (this process's resident memory, the machine's memory)."""
         if self.kind == "cuda":
             import torch
 
@@ -101,7 +100,7 @@ class Backend:
         return available_host_bytes()
 
     def baseline_bytes(self) -> int:
-        """What is in use now, as peak_bytes counts it: to be asked before the first arena is allocated."""
+        """Bytes in use now, counted as peak_bytes counts them. Call it before the first arena is allocated."""
         if self.kind == "cuda":
             import torch
 
@@ -118,7 +117,7 @@ class Backend:
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def peak_bytes(self) -> int:
-        """The most there ever was: of the allocator, or of this process's resident memory."""
+        """The most bytes in use so far: by torch's allocator on a GPU, else this process's peak resident memory."""
         if self.kind == "cuda":
             import torch
 
@@ -162,7 +161,7 @@ def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") ->
 
 @cache
 def _stream(index: int):
-    """The one stream of a device: each would have workspaces of cuBLAS of its own."""
+    """The one stream of a device: every further stream would have cuBLAS workspaces of its own."""
     import torch
 
     return torch.cuda.Stream(index)
@@ -170,9 +169,9 @@ def _stream(index: int):
 
 @contextmanager
 def deterministic(device):
-    """Ask torch for its deterministic form of the CUDA operators called inside; what follows is the same bits every time.
+    """Ask torch for the deterministic form of the CUDA operators called inside, so that they give the same bits every time.
 
-    Only around those that need it: under the global switch scatters of distinct elements would be sorted and copied too.
+    Use it only around operators that need it: it makes torch sort and copy for scatters of distinct elements too.
     """
     import torch
 
@@ -188,9 +187,9 @@ def deterministic(device):
 
 @contextmanager
 def bf16_products(active: bool):
-    """If active, fp32 matmuls on a CPU whose bf16 is faster round their factors to that and add up in fp32, at up to twice fp32's speed.
+    """If active, and if this CPU is faster in bf16, fp32 matmuls inside round their inputs to bf16 and sum in fp32, up to twice as fast.
 
-    Exact for factors that were bf16 before they were widened.
+    That is exact for inputs that were bf16 before they were widened.
     """
     import torch
 
@@ -209,13 +208,13 @@ def bf16_products(active: bool):
 def copy_in(out, values):
     """Copy an array, or tensor, of the host into a tensor, without waiting for the device.
 
-    `values` may change at once afterwards, unless it is a tensor that is pinned already.
+    Afterwards `values` may be changed at once, unless it is a tensor that was pinned before.
     """
     import torch
 
     values = torch.as_tensor(values)
     if out.device.type == "cuda" and values.device.type == "cpu":
-        values = values.pin_memory()  # from other memory the copy would wait for everything launched before it
+        values = values.pin_memory()  # from pageable memory the copy would wait for everything launched before it
     out.copy_(values.view(out.shape), non_blocking=True)
 
 

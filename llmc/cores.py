@@ -1,25 +1,26 @@
-"""How busy a CPU's cores are with other work, and what threads that wait for one another do about it. No torch here.
+"""How busy a CPU's cores are with other work, and how long threads that wait for one another spin before they sleep. No torch here.
 
-OpenMP's threads wait in a loop, GNU's for milliseconds, before they sleep. Alone on their cores that is right. Where something else runs
-there too, one that loops keeps the core from the one it waits for, which the system takes for no more urgent: a step of d6 of 135 ms
-took 360 to 450 beside one busy process on the two cores of a Zen 5, and 410 to 1750 beside two. Where they soon sleep it took 280 and
-290. Alone, on such a machine, soon sleeping cost up to 1%; on a Zen 3 ten times as many turns cost up to 10%. So it is for who is not
-alone.
+OpenMP's threads spin while they wait, GNU's for milliseconds, before they sleep. Alone on their cores that is right. If something else
+runs there too, a thread that spins keeps the core from the one it waits for, which the scheduler does not prefer: a step of d6 of 135 ms
+took 360 to 450 beside one busy process on the two cores of a Zen 5, and 410 to 1750 beside two. With threads that sleep soon it took 280
+and 290. On idle cores of such a machine sleeping soon costs up to 1%; on a Zen 3 even ten times as many turns cost up to 10%. So it is
+done only where other work runs.
 """
 
 import os
 import sys
 import time
 
-BUSY = 0.5  # cores, from which on a run is not alone
-SHORT_SPIN = "3000"  # turns of the loop, of some 20 ns
+BUSY = 0.5  # cores kept busy by others: from here on a run is not alone
+SHORT_SPIN = "3000"  # turns of the loop, some 20 ns each
 WATCH_S = 0.1
-WAITING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # who has set one of these has decided
+WAITING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # if one of these is set, the user has decided
 CPU_TIMES = "/proc/stat"
 
 
 def sleep_soon_where_busy(environ=os.environ) -> list[str]:
-    """Have threads that wait sleep soon, if these cores have other work now; a line that says so. To be called before torch is imported."""
+    """Have waiting threads sleep soon, if these cores have other work now. Returns the lines that say so. Call it before torch is imported:
+    OpenMP reads its environment once."""
     if WAITING & environ.keys() or "torch" in sys.modules:
         return []
     cores = os.sched_getaffinity(0)
@@ -33,7 +34,8 @@ def sleep_soon_where_busy(environ=os.environ) -> list[str]:
 
 
 def ticks_busy(cores) -> int:
-    """That these cores have not been idle since the system started; those that a hypervisor gave to others count. 0 where nobody says."""
+    """Clock ticks, summed over these cores, that were not idle since the system started; ticks that the hypervisor gave to other machines
+    count as busy. 0 if the system does not say."""
     try:
         with open(CPU_TIMES) as file:
             lines = [line.split() for line in file if line.startswith("cpu")]

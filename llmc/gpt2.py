@@ -84,7 +84,8 @@ class GPT2:
         # each block's last stage also computes, in the same pass, the layernorm that follows: the next block's ln1, or the last layernorm
         first_pass, *forward_passes, last_pass = passes(FORWARD_STAGES, o.gelu_fusion)
         assert (first_pass, last_pass) == ("ln1_forward", "fcproj")
-        # functions, as bound methods would refer back to the model, whose memory would then stay until the collector looks for cycles
+        # the stage qkv is the method _qkv, and so on. Functions, as bound methods would refer back to the model, whose memory would then
+        # stay until the collector looks for cycles
         self.forward_passes = [getattr(GPT2, f"_{name}") for name in forward_passes]
         self.backward_passes = [getattr(GPT2, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
         self.final = self._final_norm()
@@ -150,7 +151,8 @@ class GPT2:
     # weights
 
     def init_random(self):
-        """llm.c's initialisation, which draws in the order torch would: see llmc-compat, "Numerics"."""
+        """llm.c's initialisation: N(0, 0.02), for projections into the residual stream over sqrt(2 L), drawn from torch's generator in the
+        order of llm.c: wte, wpe, then the matrices layer by layer."""
         generator = torch.Generator().manual_seed(INIT_SEED)
         std = {"normal": 0.02, "residual": 0.02 / sqrt(2 * self.config.num_layers)}
 

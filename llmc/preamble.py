@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: llm.c's table, what was chosen, and what these flags may bring that nobody expects."""
+"""What a run prints before its first step: llm.c's table, what was chosen, and notes on what its flags bring that users may not expect."""
 
 import os
 from glob import escape as glob_escape
@@ -45,7 +45,7 @@ def print_device(name: str, peak_tflops: float, precision: str):
 
 
 def print_model(config: ModelConfig, source: str):
-    """The model's part. source: where its weights are from."""
+    """The model's part of the table. source: where its weights are from."""
     print_rows({
         "weight init method": source,
         "max_sequence_length T": config.max_seq_len, "vocab_size V": config.vocab_size, "padded_vocab_size Vp": config.padded_vocab_size,
@@ -55,7 +55,7 @@ def print_model(config: ModelConfig, source: str):
 
 
 def print_sizes(plan: Plan, total_batch_size: int, grad_accum_steps: int):
-    """llm.c's lines of the parameters and of what a step consists of."""
+    """llm.c's lines on the parameters and on the sequences and micro-steps of a step."""
     o, parameters = plan.options, plan.arenas["parameters"]
     print(f"num_parameters: {num_parameters(o.config)} => bytes: {parameters}")
     print(f"allocated {parameters // MIB} MiB for model parameters")
@@ -64,7 +64,7 @@ def print_sizes(plan: Plan, total_batch_size: int, grad_accum_steps: int):
 
 
 def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
-    """What was chosen among several ways to compute the same."""
+    """The line that says which of several ways to compute the same a run takes."""
     ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
     if o.device == "cpu":
         ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "torch"}[o.matmul]

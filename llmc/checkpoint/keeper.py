@@ -1,11 +1,11 @@
 """The checkpoints that one run writes: when one is due, when it counts, and when it may replace another.
 
-Each goes through three states. It is on its way until every rank has written its files, which with --async-checkpoint happens beside
-training. Then it counts: its DONE stands, and -y 1 finds it. It is proven once a loss of its weights is known to be a number, and only
-then may -nk delete the one it replaces.
+Each goes through three states. It is on its way until every rank has written its files, which with --async-checkpoint happens while
+training goes on. Then it counts: its DONE file exists, and -y 1 finds it. It is proven once a loss computed with its weights is known to
+be finite, and only then may -nk delete the checkpoint that it replaces.
 
-Why proven: the loss that is known when a checkpoint is due is of the weights before their last update. An update that left no number
-shows only with the next loss, and by then -nk 1 would have deleted the last good checkpoint.
+Why it must be proven: the loss known when a checkpoint is due was computed before the last update. If that update ruined the weights, only
+the next loss shows it, and by then -nk 1 would have deleted the last good checkpoint.
 """
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
@@ -15,15 +15,15 @@ from llmc.flags import Settings
 
 
 class Checkpoints:
-    """Those of one run. Every rank has one and makes the same calls, as all that can be asked of it is the same on all of them.
+    """The checkpoints of one run. Every rank has one of these and makes the same calls; the answers are the same on all ranks.
 
-    newest    step of the last checkpoint that counts, be it the one resumed from; None for none
-    unproven  step of the checkpoint that counts and is not proven; None for none. There is never more than one: while there is, the next
-              is not written, as only updates that were skipped lie between, or none
+    newest    step of the last checkpoint that counts, which may be the one resumed from; None if there is none
+    unproven  step of the checkpoint that counts but is not proven; None if there is none. There is never more than one: while there is, no
+              further one is written, as then no update, or only skipped ones, came after it
     """
 
     def __init__(self, s: Settings, model, record, resume_step: int | None):
-        """record is told of each that counts. With --async-checkpoint this allocates the room that the plan has for it."""
+        """record is told of each checkpoint that counts. With --async-checkpoint this allocates the copy that the plan has."""
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
         self._writer = WriteBeside(model.plan) if s.async_checkpoint else WriteAtOnce()
         self._has_waited, self._proven_step = False, -1
@@ -31,7 +31,7 @@ class Checkpoints:
 
     @property
     def written(self) -> int:
-        """How many this rank has wholly written."""
+        """How many checkpoints this rank has written completely."""
         return self._writer.written
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
@@ -43,16 +43,16 @@ class Checkpoints:
         return periodic or stopping
 
     def write(self, step: int, loader, extra: dict):
-        """Write everything a resumed run needs to go on as if it had never stopped: now, or beside the next steps.
+        """Write everything a resumed run needs to go on as if it had never stopped: now, or during the next steps.
 
-        Raises UserError where the disk is full or denies, also for the one before.
+        Raises UserError where the disk is full or denies the write, of this checkpoint or of the one before.
         """
         s, writer = self._settings, self._writer
         if writer.busy and not self._has_waited:
             self._has_waited = True
             print(f"note: the checkpoint of step {writer.step} is still being written; that of step {step} waits for it, as will others")
         self.complete()
-        if self.unproven is not None:  # -sl or -sg have skipped all since, so these are its weights
+        if self.unproven is not None:  # -sl or -sg have skipped every update since, so these weights are in that checkpoint
             print(f"no checkpoint at step {step}: since that of step {self.unproven} no loss and norm were numbers", flush=True)
             return
         master_weights = self._model.plan.options.master != "none"
@@ -61,28 +61,28 @@ class Checkpoints:
             self.complete()
 
     def check(self):
-        """Raise UserError for what went wrong beside training since this was last asked."""
+        """Raise UserError for what went wrong in the background since the last call."""
         self._writer.check()
 
     def complete(self):
-        """Wait until all ranks have written the one that is on its way, if one is."""
+        """Wait until all ranks have written the checkpoint that is on its way, if there is one."""
         if self._writer.step is not None:
             await_all(self._writer, self._model.sharing)
             self._count()
 
     def complete_alone(self):
-        """The same where nobody can be asked any more, for a run of one rank."""
+        """The same without asking other ranks, for a run of one."""
         self._writer.wait()
         if self._writer.step is not None:
             self._count()
 
     def complete_if(self, written_by_all: int):
-        """The same without waiting, given how many all ranks have written."""
+        """The same without waiting: only if the number of checkpoints that all ranks have written includes it."""
         if self._writer.step is not None and written_by_all == self._writer.begun:
             self._count()
 
     def _count(self):
-        """All ranks have written theirs: now it counts."""
+        """Let the checkpoint that all ranks have written count."""
         step = end_snapshot(self._writer, self._settings.output_dir, self._model)
         if self._settings.async_checkpoint:
             print(f"Wrote checkpoint at step {step}", flush=True)
@@ -91,12 +91,12 @@ class Checkpoints:
         self._record.phase("checkpoint", step)
 
     def prove(self, step: int):
-        """A loss that the weights of `step` gave is a number: the checkpoint of them, or of earlier ones, may replace another."""
+        """A loss computed with the weights of `step` is finite: checkpoints up to there are proven, and may replace another."""
         self._proven_step = step
         self._replace()
 
     def _replace(self):
-        """Delete what -nk no longer keeps, if the newest is proven."""
+        """Delete the checkpoint that -nk no longer keeps, if the newest is proven."""
         s = self._settings
         if self.unproven is not None and self.unproven <= self._proven_step:
             step, self.unproven = self.unproven, None
@@ -104,9 +104,10 @@ class Checkpoints:
                 rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
     def disown(self) -> str:
-        """The weights give no number: what is not proven counts no longer, but for the one resumed from, which is the user's to judge.
+        """The weights give no finite loss: a checkpoint that is not proven no longer counts, unless the run resumed from it; that one is
+        the user's to judge.
 
-        What is left, for the sentence that ends the run; empty without -o.
+        Returns what is left, for the sentence that ends the run; empty without -o.
         """
         folder, step = self._settings.output_dir, self.unproven
         self._writer.step = None  # one that is being written now will not count

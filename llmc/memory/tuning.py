@@ -12,10 +12,11 @@ COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 TILE_ROWS, TILE_DEPTH = 4, 32
 ATTENTION_ROWS = 64  # queries, or keys, that a program of Triton's attention handles
 ATTENTION_BLOCK = 64  # queries that numba's attention handles at once; keys, and channels of a head, are rounded up to it: whole tiles
-# numba's matmuls: depth and columns of the factors (an fp32 or two bf16) of the right matrix that a thread packs at once, 128 KiB, beside
-# a tile's rows of the left one (more with AMX or large tiles, where threads are few); rows of the left matrix that threads are given
-# together; and rows whose sums each worker has room for
-MATMUL_DEPTH, MATMUL_PANEL, MATMUL_BLOCK, MATMUL_ROWS = 256, 128, 64, 256
+# numba's matmuls. A thread packs at once a panel of the right matrix, of so many factors (an fp32 or two bf16) by so many columns, 128 KiB
+# (more with AMX or large tiles, where threads are few), beside a tile's rows of the left matrix
+MATMUL_DEPTH, MATMUL_PANEL = 256, 128
+MATMUL_BLOCK = 64  # rows of the left matrix that threads are given together
+MATMUL_ROWS = 256  # rows whose sums each worker has room for
 MATMUL_WORKSPACE = 32 * MIB  # cuBLASLt's, as NVIDIA advises for Hopper
 FP8_PARTIALS = 1024  # parts of a tensor, in each of which the largest element is found before the tensor is converted to FP8
 FP8_MULTIPLE = 16  # FP8 matmuls need multiples of it in every dimension but the rows of an output
