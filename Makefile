@@ -11,7 +11,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
-TORCH  ?= $(if $(wildcard /dev/nvidiactl),torch>=2.11,torch==2.13.0)
+TORCH  ?= $(if $(wildcard /dev/nvidiactl /usr/lib/wsl/lib/libcuda.so.1),torch>=2.11,torch==2.13.0)
 
 python := $(VENV)/bin/python
 data   := dev/data/stdlib

@@ -121,7 +121,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedStep:
     """A training step that was given to the device, which may be at work on it."""
 
     step: int
@@ -408,7 +408,7 @@ def loop(run) -> OSError | None:
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
         for is_due, diagnose in diagnostics:
-            stopping = stop.agreed  # after the loop: as the checkpoint saw it. A signal that came later is answered after one more step
+            stopping = stop.agreed  # after the loop, what the checkpoint was told: a signal during it stops the run one step later
             if is_due(run, step, last, stopping):
                 finish_step(run, clock, launched)
                 launched = None
@@ -426,7 +426,7 @@ def loop(run) -> OSError | None:
     return end_run(run, clock, step)
 
 
-def step_ahead(run, clock, step: int, before: Launched | None) -> Launched | None:
+def step_ahead(run, clock, step: int, before: LaunchedStep | None) -> LaunchedStep | None:
     """Launch a step, then finish the one before, if that is still to do. Returns what was launched if a GPU now works on it; a CPU is done
     with it, so it is finished here too."""
     if may_skip(run.settings):  # "skipping update" of this step is printed at once, and belongs after the line of the step before
@@ -487,7 +487,7 @@ def on_period(period: int, step: int, last: bool) -> bool:
     return last or period > 0 and step > 0 and step % period == 0
 
 
-def launch_step(run, clock, step: int) -> Launched:
+def launch_step(run, clock, step: int) -> LaunchedStep:
     """Give the device one training step."""
     run.checkpoints.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
@@ -509,7 +509,7 @@ def launch_step(run, clock, step: int) -> Launched:
     skips = judged is not None and skip_update(run, judged)
     if not skips:
         model.update(lr, s.weight_decay, step + 1, grad_norm)
-    return Launched(step, started, clock.end(), lr, read, judged, skips)
+    return LaunchedStep(step, started, clock.end(), lr, read, judged, skips)
 
 
 def look_ahead(run, step: int):
@@ -562,7 +562,7 @@ def judge(run, read: Callable[[], list[float]]) -> Judged:
     return Judged(loss, norm, loss_z, norm_z, checkpoints_written=int(written))
 
 
-def finish_step(run, clock, launched: Launched | None):
+def finish_step(run, clock, launched: LaunchedStep | None):
     """Wait for a step that was launched, if any, print it and log it."""
     if launched is None:
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from llmc.errors import UserError
-from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, usable_processors
+from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, within_quota
 from llmc.processor import cpu_gains_from_bf16, cpu_name, likely_precision
 
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
@@ -136,8 +136,10 @@ def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") ->
     import torch
 
     torch.set_grad_enabled(False)
-    # torch's own choice is one per physical core that this process may run on
-    torch.set_num_threads(threads or usable_processors(torch.get_num_threads()))
+    if not threads and "OMP_NUM_THREADS" not in os.environ:  # else torch has it from there
+        threads = within_quota(torch.get_num_threads())  # torch's own choice is one per physical core that this process may run on
+    if threads:
+        torch.set_num_threads(threads)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -228,8 +230,10 @@ def choose_precision(asked: str, backend: Backend, of_file: str | None = None) -
         return likely_precision(wanted, "cpu")
     native = backend.capability() >= (8, 0)
     if wanted == "bf16" and not native:
-        what, advice = ("the model file is bf16", "start from an fp32 file") if of_file else ("--precision bf16", "use --precision fp32")
-        raise UserError(f"{what}, and {backend.name} has no bf16 arithmetic (SM80 or later has); {advice}")
+        why, advice = (
+            ("the model file is bf16, and", "start from an fp32 file") if of_file else ("--precision bf16:", "use --precision fp32")
+        )
+        raise UserError(f"{why} {backend.name} has no bf16 arithmetic (SM80 or later has); {advice}")
     return wanted if wanted != "auto" else ("bf16" if native else "fp32")
 
 

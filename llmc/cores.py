@@ -11,6 +11,8 @@ import os
 import sys
 import time
 
+from llmc.host import within_quota
+
 BUSY = 0.5  # cores kept busy by others: from here on a run is not alone
 SHORT_SPIN = "3000"  # turns of the loop, some 20 ns each
 WATCH_S = 0.1
@@ -27,7 +29,8 @@ def sleep_soon_where_busy(environ=os.environ) -> list[str]:
     before, start = ticks_busy(cores), time.monotonic()
     time.sleep(WATCH_S)
     busy = (ticks_busy(cores) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
-    if busy < BUSY:
+    spare = len(cores) - within_quota(len(cores))  # cores that this run's threads leave idle
+    if busy - spare < BUSY:
         return []
     environ["GOMP_SPINCOUNT"] = SHORT_SPIN
     return [f"note: other work keeps {busy:.1f} of {len(cores)} cores busy, so threads that wait for one another soon sleep"]

@@ -102,7 +102,8 @@ GROUPS = {
         _choice(("-k",), "lr-scheduler", "cosine", ("cosine", "linear", "constant", "wsd"),
                 "shape of the learning rate over the steps"),
         Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
-        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps over which it rises from zero to that", at_least=0, at_most=2**31 - 1),
+        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps over which the learning rate rises from zero to -l",
+             at_least=0, at_most=2**31 - 1),
         Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay",
              at_least=0),
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
@@ -117,7 +118,7 @@ GROUPS = {
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
-        _on_off(("-h",), "hellaswag", 0, "score HellaSwag whenever -v validates except at the start, and at the end",
+        _on_off(("-h",), "hellaswag", 0, "score HellaSwag at the end, and whenever -v validates but at the start",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
     "debugging": (
@@ -141,8 +142,8 @@ GROUPS = {
                 "efficient in fp32. triton is this project's, all in planned memory, which no other is; cudnn does not repeat its bits"),
         Flag((), "matmul", str, "auto", "NAME",
              "which matmuls run; auto takes what was measured to be fastest. On a GPU cublas (auto) or cublaslt for those without a bias, "
-             "or fp8 for those of all layers, on Hopper and later. On a CPU native (torch's), numba, or widened (torch's fp32, of bf16 "
-             "converted piece by piece). Results may differ in their last bits",
+             "or fp8 for those of all layers: 8 bits, other losses, for large models on Hopper and later. On a CPU native (torch's), "
+             "numba, or widened (torch's fp32, of bf16 converted piece by piece). All but fp8 differ in last bits at most",
              choices=("auto", "cublas", "cublaslt", "fp8", "native", "numba", "widened")),
     ),
     "memory": (
@@ -200,7 +201,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
     0: "done, or stopped by a signal, with a checkpoint if there is -o",
-    OUTPUT_CODE: "nothing can be printed (-o keeps a checkpoint), or a fault with traceback",
+    OUTPUT_CODE: "printing failed (-o: with a checkpoint), or a fault, with traceback",
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",

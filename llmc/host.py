@@ -7,6 +7,7 @@ scheduler/sched-bwc.rst.
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -53,11 +54,11 @@ def available_host_bytes(mount: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> i
 def processor_quota(mount: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> float:
     """How many processors' time this process's container or job may use, which need not be a whole number; inf if there is no limit.
 
-    A thread for each processor of the machine would then spend most of its time suspended, and the others wait for it.
+    With a thread for each processor of the machine, Linux would suspend threads for most of each period while the others wait for them.
     """
     limits = [inf]
     for folder, version in _control_groups("cpu", mount, groups):
-        with suppress(OSError, ValueError):  # no such file, or "max"
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, "max", or a damaged one
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
@@ -67,25 +68,30 @@ def processor_quota(mount: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> float:
     return min(limits)
 
 
-def usable_processors(present: int) -> int:
-    """Of so many processors, those whose time this process may use: at least one."""
-    return max(1, int(min(present, processor_quota())))
+def own_processors() -> int:
+    """How many processors this process may run on and has a quota for: at least one."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux's
+    return within_quota(len(affinity(0)) if affinity else os.cpu_count() or 1)
+
+
+def within_quota(processors: int) -> int:
+    """That many, or as many as the quota has whole ones, but at least one."""
+    return max(1, int(min(processors, processor_quota())))
 
 
 def _control_groups(controller: str, mount: Path, groups: Path) -> Iterator[tuple[Path, int]]:
     """The folder of this process's control group for that controller, and of every group above it, with the version of their files."""
     try:
-        lines = groups.read_text().splitlines()
+        lines = groups.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if not controllers:
-            root, version = mount, 2
+            roots, version = [mount], 2
         elif controller in controllers.split(","):
-            root, version = mount / controller, 1
+            roots, version = {mount / controller, mount / controllers}, 1  # the one is often a link to the other
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts) + 1):
+        for root, depth in product(roots, range(len(parts) + 1)):
             yield root.joinpath(*parts[:depth]), version

@@ -17,7 +17,7 @@ class StopRequest:
 
     requested    whether this process was asked to stop
     agreed       whether the run stops: with several processes, once all know that one was asked. They tell each other every step, and
-                 every few batches of an evaluation
+                 every few calls of the model in an evaluation or a sample
     lost_output  the error for which nothing can be printed any more, if that is the reason
     error        the error with which the run ends, if that is the reason
     """

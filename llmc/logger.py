@@ -52,9 +52,10 @@ class Logger:
         self._write(f"s:{step} ms:{dt_ms:.2f} tok/s:{tokens_per_s:.1f}\n")
 
     def close(self) -> None:
-        """The run is over. If it is a fresh one that has not trained, lines of an earlier run stay, and its own are not written."""
+        """The run is over. If it is a fresh one that has not trained, the log of an earlier one that has stays, and its own lines are not
+        written."""
         is_idle = self._waiting is not None and self._resume_step is None
-        if self._file and not (is_idle and has_lines(self._path)):
+        if self._file and not (is_idle and is_of_training(self._path)):
             self._write("")
         self._let_go()
 
@@ -95,10 +96,11 @@ class Logger:
             file.close()
 
 
-def has_lines(path: str | Path) -> bool:
-    """Whether a log is there with something in it."""
+def is_of_training(path: str | Path) -> bool:
+    """Whether there is a log with lines of training steps."""
     try:
-        return os.path.getsize(path) > 0
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            return any(" trl:" in line or " ms:" in line for line in lines)
     except OSError:
         return False
 

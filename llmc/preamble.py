@@ -7,7 +7,7 @@ from glob import glob
 from llmc.backend import MATMUL_LIBRARY
 from llmc.config import ModelConfig
 from llmc.flags import Settings
-from llmc.logger import LOG_NAME, has_lines, table_row, table_rule
+from llmc.logger import LOG_NAME, is_of_training, table_row, table_rule
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import head_chunk_rows
@@ -106,7 +106,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
     if s.checkpoint_every > 0 and not s.output_dir:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
     if s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
-        yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when a signal stops it"
+        yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when something stops it before"
     if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
         yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
     if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
@@ -115,7 +115,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
         )
-    if s.output_dir and s.max_steps == 0 and not resumes and has_lines(os.path.join(s.output_dir, LOG_NAME)):
-        yield f"note: nothing is trained, so the logs of an earlier run in {s.output_dir} stay as they are"
+    if s.output_dir and s.max_steps == 0 and not resumes and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
+        yield f"note: nothing is trained, so the logs of the run in {s.output_dir} stay, and what is measured now is only printed"
     if s.resume and not resumes:
         yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"

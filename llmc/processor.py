@@ -5,7 +5,7 @@ import ctypes
 import os
 from functools import cache
 
-from llmc.host import usable_processors
+from llmc.host import own_processors
 
 CPU_INFO = "/proc/cpuinfo"
 ZEN_2_MODELS = 0x30  # and later, of family 23
@@ -21,7 +21,7 @@ def cpu_name() -> str:
             names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
     except OSError:
         names = []
-    return f"{names[0] if names else 'CPU'}, {usable_processors(len(os.sched_getaffinity(0)))} cores"
+    return f"{names[0] if names else 'CPU'}, {own_processors()} cores"
 
 
 def _cpu_line(*names) -> list[str]:

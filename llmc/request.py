@@ -5,6 +5,7 @@ Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from glob import glob
 
@@ -25,7 +26,7 @@ from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
 from llmc.memory.rooms import widens
-from llmc.memory.tables import DTYPE_BYTES, sizes_of
+from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 from llmc.processor import CPU_MATMULS, likely_device_kind, likely_factors, likely_matmul, likely_precision
@@ -234,12 +235,11 @@ def check_sizes(o: PlanOptions):
                 raise UserError(
                     f"-ge {o.gelu_fusion}: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and {what} is {width}; use -ge 0"
                 )
-        layer_bytes = 4 * o.B * o.T * o.config.channels // o.tensor_parallel * DTYPE_BYTES[o.precision]
         # else GELU's inputs, kept side by side, are aligned by how many come before, which the level decides: a library chooses by that too
-        if o.gelu_repeats and layer_bytes % ALIGNMENT:
+        if o.gelu_repeats and o.gelu_input_bytes % ALIGNMENT:
             raise UserError(
                 f"-ge {o.gelu_fusion}: bits are the same at every -r where GELU's input of a layer takes a multiple of {ALIGNMENT} bytes, "
-                f"and it takes {layer_bytes}; use a -b or -t with more factors of two, or -ge 0"
+                f"and it takes {o.gelu_input_bytes}; use a -b or -t with more factors of two, or -ge 0"
             )
     if o.matmul == "fp8":
         sizes = sizes_of(o.config, parts=o.tensor_parallel)
@@ -379,7 +379,7 @@ def settle(
     if s.batch_size == "auto" and source.resume_step is not None and (written := written_batch_size(s, source)):
         return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
     if budget is None:
-        raise UserError("auto chooses what fits, and --plan asks no GPU how much it has; say --memory-budget, such as h100-80 or 24GiB")
+        raise UserError("auto chooses what fits, and --plan asks no device how much it has; say --memory-budget, such as h100-80 or 24GiB")
     if s.recompute == "auto":
         level, reason = choose_recompute(options, budget.auto_bytes, check_batch(s, world))
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
@@ -419,7 +419,8 @@ def plan_text(s: Settings) -> str:
     s, kernel_notes = settle_kernels(s, kind, why_not)
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
-        budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
+        with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
+            budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
     options = plan_options(s, source.config, precision, kind, world, processors)  # with stand-ins for auto
     check_attention(options)
     check_fp8(options, budget.name if card else "", card and card.capability)

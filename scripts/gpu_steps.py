@@ -21,6 +21,7 @@ from llmc.data.order import token_order
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
+from llmc.host import own_processors
 from llmc.memory.choose import largest_batch
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
@@ -108,7 +109,7 @@ def tests(run, record):
         record["not_run"].append(f"{len(names)} tests: a dry run only collects them")
         run.summary["tests"] = f"{len(names)} collected"
         return
-    processes = max(1, min(8, (os.cpu_count() or 2) // 2))
+    processes = max(1, min(8, own_processors() // 2))
     alone = set(run.args.only or ()) == {"tests"}
     limit = run.left() - TEST_REPORT_SECONDS if alone else min(TEST_SECONDS, TEST_SHARE * run.left())
     texts = pytest_outputs([["-v", "--tb=short", *names[i::processes]] for i in range(processes)], limit)

@@ -33,6 +33,7 @@ from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, Tokenizer, load_encoder
 from llmc.errors import UserError, file_error
 from llmc.files import write_atomically
+from llmc.host import own_processors
 
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
 GOES_ON = "interrupted; the same command goes on after the last shard that was written"
@@ -89,7 +90,7 @@ def argument_parser(
             "--workers",
             metavar="N",
             type=number_from(1),
-            default=os.cpu_count() or 1,
+            default=own_processors(),
             help="processes that encode [one per processor: %(default)s]",
         )
     return parser

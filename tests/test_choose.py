@@ -12,12 +12,12 @@ import pytest
 from case_a import CONFIG, write_case_a
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
-from llmc.host import available_host_bytes
 from llmc.cards import RESERVE
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
 from llmc.errors import NotEnoughMemory
 from llmc.flags import parse
+from llmc.host import available_host_bytes
 from llmc.memory.choose import choose_batch, choose_recompute, largest_batch, levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmc.host import resident_bytes
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
+from llmc.host import resident_bytes
 from llmc.kernels_cpu import not_installed
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions

@@ -12,7 +12,9 @@ import llmc.host
 import llmc.processor
 from llmc.backend import open_backend
 from llmc.errors import UserError
-from llmc.host import available_host_bytes, processor_quota, usable_processors
+from llmc.distributed import own_threads
+from llmc.distributed.rendezvous import Member
+from llmc.host import available_host_bytes, processor_quota, within_quota
 
 
 def groups_file(folder, text):
@@ -45,18 +47,50 @@ def test_the_first_version_keeps_quota_and_period_in_files_of_their_own(tmp_path
     assert processor_quota(tmp_path, tmp_path / "no such file") == inf
 
 
+@pytest.mark.parametrize("groups", ["", "no colons", "1:cpu", "7:cpu:/a\udc80", "4:cpu,cpuacct:/job\n4:\n"])
+def test_a_damaged_list_of_groups_or_a_damaged_quota_is_no_limit(tmp_path, groups):
+    path = tmp_path / "groups"
+    path.write_bytes(groups.encode(errors="surrogateescape"))
+    assert processor_quota(tmp_path, path) == inf
+    path.write_text("0::/\n")
+    for text in ("", "max", "1 2 3", "100000 0", "\xff"):
+        (tmp_path / "cpu.max").write_text(text)
+        assert processor_quota(tmp_path, path) == inf
+
+
+def test_controllers_that_share_a_folder_are_found_without_a_link_to_it(tmp_path):
+    folder = tmp_path / "cpu,cpuacct" / "job"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text("150000\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert processor_quota(tmp_path, groups_file(tmp_path, "4:cpu,cpuacct:/job\n")) == 1.5
+
+
 @pytest.mark.parametrize("quota, present, usable", [(inf, 8, 8), (2.5, 8, 2), (0.5, 8, 1), (64, 8, 8)])
-def test_threads_are_as_many_as_get_a_whole_processor(monkeypatch, plain_torch, quota, present, usable):
-    """And the line that names the processor counts them too; -t or a launcher that says how many is not contradicted."""
+def test_threads_are_as_many_as_get_a_whole_processor(plain_torch, monkeypatch, quota, present, usable):
+    """And the line that names the processor counts them too; --threads, or OMP_NUM_THREADS, is not contradicted."""
     monkeypatch.setattr(llmc.host, "processor_quota", lambda: quota)
-    assert usable_processors(present) == usable
-    monkeypatch.setattr(llmc.processor.os, "sched_getaffinity", lambda pid: set(range(present)))
+    assert within_quota(present) == usable
+    monkeypatch.setattr(llmc.host.os, "sched_getaffinity", lambda pid: set(range(present)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: present)
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert open_backend("cpu", 0, True).name.endswith(f", {usable} cores")
     open_backend("cpu", 5, True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    open_backend("cpu", 0, True)
     assert asked == [usable, 5]
+
+
+@pytest.mark.parametrize("bound, quota, threads", [
+    ([(0, 1), (2, 3)], inf, [2, 2]), ([(0, 1, 2, 3)] * 2, inf, [2, 2]), ([(0, 1, 2), (2, 3)], inf, [1, 1]),
+    ([(0, 1, 2, 3), (4, 5, 6, 7)], 4, [2, 2]), ([(0, 1, 2, 3)] * 2, 3, [1, 1]), ([(0,), (1,)], 1, [1, 1]), ([(0, 1)] * 2, 64, [1, 1]),
+])  # fmt: skip
+def test_ranks_of_a_machine_share_its_processors_and_their_quota(monkeypatch, bound, quota, threads):
+    monkeypatch.setattr("llmc.distributed.processor_quota", lambda: quota)
+    here = [Member("machine", "host", i, "address", processors) for i, processors in enumerate(bound)]
+    assert [own_threads(member, here) for member in here] == threads
 
 
 def test_free_memory_that_no_system_tells_is_asked_for(monkeypatch, tmp_path):
@@ -71,18 +105,20 @@ import sys
 sys.modules["fcntl"], sys.platform = None, "darwin"
 import llmc.host, train_gpt2
 llmc.host.MEMINFO = "/no/meminfo"
-for argv in (["-e", "d12", "--plan", "--device", "cpu"], ["-e", "d12", "--plan", "--memory-budget", "8GiB"], ["-e", "d12", "-o", "log"]):
-    print("exit code", train_gpt2.main(argv))
+for words in ("--plan --device cpu", "--plan --device cpu -b auto", "--plan -b auto --memory-budget 8GiB", "-o log"):
+    print("exit code", train_gpt2.main(["-e", "d12", *words.split()]))
 """
 
 
 def test_elsewhere_than_on_linux_a_plan_is_made_and_a_run_refused_in_one_sentence(tmp_path):
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if "exit code" in line] == ["exit code 2", "exit code 0", "exit code 2"]
-    no_memory, no_linux = done.stderr.splitlines()
-    assert no_memory.startswith("error: there is no /no/meminfo") and no_linux.startswith("error: training needs Linux, and this is darwin")
-    assert "8192 MiB" in done.stdout or "8GiB" in done.stdout
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "exit code" in line] == ["exit code 0", "exit code 2", "exit code 0", "exit code 2"]
+    unknown, no_linux = done.stderr.splitlines()
+    assert unknown.startswith("error: auto chooses what fits, and --plan asks no device how much it has; say --memory-budget")
+    assert no_linux.startswith("error: training needs Linux, and this is darwin")
+    assert [line for line in lines if "largest -b: of" in line] == ["largest -b: of 8192 MiB, 8GiB"]
 
 
 @pytest.mark.parametrize("driver", [0, 1])

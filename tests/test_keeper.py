@@ -142,9 +142,7 @@ def test_disowning_takes_back_what_is_unproven_and_keeps_its_files(keep, tmp_pat
     write(checkpoints, 2)
     checkpoints.prove(2)
     write(checkpoints, 4)
-    assert checkpoints.disown() == (
-        "DONE_00000004 removed again, so -y 1 resumes from a checkpoint before it; the other files of step 4 are yours to delete"
-    )
+    assert checkpoints.disown() == f"DONE_00000004 removed again, -y 1 resumes from step 2 in {tmp_path}"
     assert find_last_step(tmp_path) == 2 and (tmp_path / "model_00000004.bin").exists()
 
 
@@ -152,7 +150,14 @@ def test_disowning_says_where_the_proven_ones_are_and_touches_none(keep, tmp_pat
     checkpoints = keep()
     write(checkpoints, 2)
     checkpoints.prove(2)
-    assert checkpoints.disown() == f"checkpoints in {tmp_path} are from before it" and steps(tmp_path) == [2]
+    assert checkpoints.disown() == f"-y 1 resumes from step 2 in {tmp_path}" and steps(tmp_path) == [2]
+
+
+def test_disowning_says_where_none_is_left(keep, tmp_path):
+    checkpoints = keep()
+    assert checkpoints.disown() == f"no checkpoint is left in {tmp_path}"
+    write(checkpoints, 2)
+    assert checkpoints.disown() == f"DONE_00000002 removed again, no checkpoint is left in {tmp_path}" and steps(tmp_path) == []
 
 
 def test_disowning_leaves_what_was_resumed_from_to_the_user(keep, tmp_path):
@@ -177,7 +182,7 @@ def test_one_written_beside_counts_once_all_ranks_have_written_and_not_before(ke
 def test_one_written_beside_is_disowned_before_it_counts(keep, tmp_path):
     checkpoints = keep("-n 2 --async-checkpoint 1")
     write(checkpoints, 2)
-    assert checkpoints.disown() == f"checkpoints in {tmp_path} are from before it"
+    assert checkpoints.disown() == f"no checkpoint is left in {tmp_path}"
     checkpoints.complete()
     checkpoints.complete_alone()
     assert steps(tmp_path) == [] and (tmp_path / "model_00000002.bin").exists()

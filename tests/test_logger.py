@@ -81,6 +81,10 @@ def test_a_run_that_trains_nothing_writes_its_lines_where_no_other_has(tmp_path)
     assert text(tmp_path) == ""
     log.close()
     assert text(tmp_path) == "s:0 tel:4.0000\ns:0 eval:0.2500\n"
+    again = Logger(tmp_path)
+    again.val(0, 3.0)
+    again.close()
+    assert text(tmp_path) == "s:0 tel:3.0000\n"
 
 
 @pytest.mark.parametrize("checkpoint", range(9))

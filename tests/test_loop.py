@@ -429,11 +429,12 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_weights_are_a_checkpoi
     assert done.code == 2 and "Traceback" not in done.err
     found = re.fullmatch(
         r"error: step (\d+): the loss is \S+ and the gradient's norm \S+, which leaves no weight a number; lower -l, raise -u, "
-        rf"skip such updates with -sg, or look at .*; (DONE_0*(\d+) removed again, so -y 1 resumes from a checkpoint before it; the other "
-        rf"files of step \3 are yours to delete|checkpoints in {re.escape(str(tmp_path))} are from before it)\n", done.err,
+        rf"skip such updates with -sg, or look at .*; (DONE_0*(\d+) removed again, )?(-y 1 resumes from step (\d+)|no checkpoint is "
+        rf"left) in {re.escape(str(tmp_path))}\n", done.err,
     )  # fmt: skip
     step = int(found[1])
     assert found[3] == (None if writing else str(step - 1))  # the other was not marked yet
+    assert found[5] == (str(step - 2) if step > 2 else None)  # what is left
     assert f"s:{step - 1} trl:" in (tmp_path / "main.log").read_text() and 2 <= step <= 4
     assert [f.name for f in sorted(tmp_path.glob("DONE_*"))] == [f"DONE_{n:08d}" for n in range(1, step - 1)]
     weights = np.fromfile(tmp_path / f"model_{step - 1:08d}.bin", np.float32, offset=1024)
@@ -486,9 +487,7 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, writing, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
     assert done.err.startswith("error: step 2: the loss is now nan, so these weights are of no use; lower -l, raise -u, or look at")
-    assert done.err.endswith(
-        "; DONE_00000001 removed again, so -y 1 resumes from a checkpoint before it; the other files of step 1 are yours to delete\n"
-    )
+    assert done.err.endswith(f"; DONE_00000001 removed again, no checkpoint is left in {tmp_path / 'out'}\n")
     assert "no checkpoint at step 2: since that of step 1 no loss and norm were numbers" in done.out
     assert (tmp_path / "out" / "model_00000001.bin").read_bytes() == path.read_bytes()
     assert not list((tmp_path / "out").glob("DONE_*"))

@@ -269,6 +269,10 @@ def test_sizes_are_those_of_the_batch_that_auto_chose():
     """One sequence of 8 tokens is too short to multiply in FP8, as many as fit are not."""
     table = plan_text(parse("--plan -e d48 -b auto -t 8 --matmul fp8 -d 16384 --memory-budget h200".split()))
     assert "-b auto takes -b 2048" in table and "matmuls of layers in FP8" in table
+    for budget in range(20, 26):  # at some of them an odd number fits
+        table = plan_text(parse(f"--plan -e d12 -b auto -t 8 --matmul fp8 --device cuda --memory-budget {budget}GiB".split()))
+        taken, fits = map(int, re.match(r"-b auto takes -b (\d+): (\d+) sequences", table).groups())
+        assert taken == fits - fits % 2 and (" and is a multiple of 2 (" in table) == (taken < fits)
     with pytest.raises(UserError, match="B\\*T is 8;"):
         plan_text(parse("--plan -e d48 -b 1 -t 8 --matmul fp8 --memory-budget h200".split()))
 

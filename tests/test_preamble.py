@@ -71,12 +71,13 @@ def test_sums_of_every_micro_step_are_noted_where_another_setting_would_send_les
     ("--matmul fp8", "note: --matmul fp8 has other bits and other losses than bf16; MFU stays relative to the bf16 peak"),
     ("-t 1023", "note: -t 1023 is below the model's 1024 positions; the rest of wpe will not be trained"),
     ("-n 7", "note: -n 7 writes no checkpoints without -o, the folder for them"),
-    ("-o log", "note: without -n no checkpoint is written to log when training is done, only when a signal stops it"),
-    ("-o log -n -1 -x 5", "note: without -n no checkpoint is written to log when training is done, only when a signal stops it"),
+    ("-o log", "note: without -n no checkpoint is written to log when training is done, only when something stops it before"),
+    ("-o log -n -1 -x 5", "note: without -n no checkpoint is written to log when training is done, only when something stops it before"),
     ("-k constant -u 5", "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"),
     ("-k constant -q 0", "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"),
 ])  # fmt: skip
-def test_each_note_is_said_where_it_is_true(flags, sentence):
+def test_each_note_is_said_where_it_is_true(tmp_path, monkeypatch, flags, sentence):
+    monkeypatch.chdir(tmp_path)
     assert said(flags) == [sentence]
 
 
@@ -108,12 +109,17 @@ def test_checkpoints_of_an_earlier_run_are_noted_where_a_run_begins_anew(tmp_pat
 
 def test_logs_of_an_earlier_run_are_noted_where_nothing_is_trained(tmp_path):
     assert said(f"-o {tmp_path} -x 0") == []
-    (tmp_path / "main.log").write_text("s:0 trl:4.0000\n")
-    assert said(f"-o {tmp_path} -x 0") == [f"note: nothing is trained, so the logs of an earlier run in {tmp_path} stay as they are"]
+    (tmp_path / "main.log").write_text("s:0 tel:4.0000\n")
+    assert said(f"-o {tmp_path} -x 0") == []  # another evaluation, which this one replaces
+    (tmp_path / "main.log").write_text("s:0 tel:4.0000\ns:0 trl:4.0000\n")
+    assert said(f"-o {tmp_path} -x 0") == [
+        f"note: nothing is trained, so the logs of the run in {tmp_path} stay, and what is measured now is only printed"
+    ]
     assert said(f"-o {tmp_path} -n 1") == said(f"-o {tmp_path} -x 0 -y 1", resumes=True) == []
 
 
-def test_a_resumption_that_finds_nothing_says_what_it_starts_from():
+def test_a_resumption_that_finds_nothing_says_what_it_starts_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert said("-y 1 -o log -n 1 -e d12") == ["-y 1: no complete checkpoint in log, starting from d12"]
     assert said("-y 1 -o log -n 1 -e d12", resumes=True) == []
 

@@ -58,6 +58,25 @@ def test_nothing_is_written_before_the_run_has_trained_or_ends(record, tmp_path,
     assert [row["phase"] for row in written(tmp_path)["measured"]] == ["build", "evaluation", begins]
 
 
+def test_a_fresh_run_that_trains_nothing_leaves_the_record_of_one_that_did(record, tmp_path):
+    """But not that of an evaluation, nor a damaged one; a resumed run writes its own."""
+
+    def recorded(*phases):
+        memory = record(*range(200, 200 + len(phases)))
+        for phase in phases:
+            memory.phase(phase, 3)
+        return [row["phase"] for row in written(tmp_path)["measured"]]
+
+    assert recorded("build", "evaluation", "end") == ["build", "evaluation", "end"]
+    assert recorded("build", "end") == ["build", "end"]
+    trained = recorded("build", "first step", "end")
+    assert recorded("build", "evaluation", "end") == trained == ["build", "first step", "end"]
+    assert recorded("build", "resume", "end") == ["build", "resume", "end"]
+    for damaged in ("", "[]", '{"measured": 3}', '{"measured": [{}]}'):
+        (tmp_path / RECORD_NAME).write_text(damaged)
+        assert recorded("build", "end") == ["build", "end"]
+
+
 def test_a_record_that_cannot_be_written_is_told_once(record, tmp_path):
     memory, told = record(200, 300), []
     memory.go_ahead(told.append)

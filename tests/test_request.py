@@ -136,7 +136,7 @@ def triton(monkeypatch):
 def test_bf16_on_a_gpu_without_it_is_refused_with_advice_for_who_asked_and_for_who_has_a_file_of_it():
     gpu = SimpleNamespace(kind="cuda", name="V100", capability=lambda: (7, 0))
     assert [choose_precision("auto", gpu, of_file) for of_file in (None, "fp32")] == ["fp32", "fp32"]
-    with pytest.raises(UserError, match="^--precision bf16, and V100 has no bf16 arithmetic .*; use --precision fp32$"):
+    with pytest.raises(UserError, match="^--precision bf16: V100 has no bf16 arithmetic .*; use --precision fp32$"):
         choose_precision("bf16", gpu)
     with pytest.raises(UserError, match="^the model file is bf16, and V100 has no bf16 arithmetic .*; start from an fp32 file$"):
         choose_precision("auto", gpu, of_file="bf16")

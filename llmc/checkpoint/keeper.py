@@ -9,7 +9,7 @@ the next loss shows it, and by then -nk 1 would have deleted the last good check
 """
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
-from llmc.checkpoint.store import done_path, unmark
+from llmc.checkpoint.store import done_path, highest_step, unmark
 from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
 from llmc.flags import Settings
 
@@ -107,17 +107,18 @@ class Checkpoints:
         """The weights give no finite loss: a checkpoint that is not proven no longer counts, unless the run resumed from it; that one is
         the user's to judge.
 
-        Returns what is left, for the sentence that ends the run; empty without -o.
+        Returns what is left, for the sentence with which rank 0 ends the run; empty without -o, and on other ranks.
         """
         folder, step = self._settings.output_dir, self.unproven
         self._writer.step = None  # one that is being written now will not count
-        if not folder:
+        if not folder or not is_first(self._model):
             return ""
-        if step is None:
-            return f"checkpoints in {folder} are from before it"
-        name = done_path(folder, step).name
-        if step == self._resumed:
-            return f"so it does from that checkpoint on: remove {name} from {folder} to resume from one before"
-        if is_first(self._model):
+        removed = ""
+        if step is not None:
+            name = done_path(folder, step).name
+            if step == self._resumed:
+                return f"so it does from that checkpoint on: remove {name} from {folder} to resume from one before"
             unmark(folder, step)
-        return f"{name} removed again, so -y 1 resumes from a checkpoint before it; the other files of step {step} are yours to delete"
+            removed = f"{name} removed again, "
+        left = highest_step(folder)
+        return removed + (f"no checkpoint is left in {folder}" if left is None else f"-y 1 resumes from step {left} in {folder}")

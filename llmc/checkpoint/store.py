@@ -168,7 +168,7 @@ def _refusals_told(folder: Path):
 def _lock(path: Path):
     """Open and lock the file, and return it. The system releases the lock however the process ends; a file that then stays behind means
     nothing. Raises UserError where another process holds the lock."""
-    import fcntl  # Linux alone has it; --plan and --help need it nowhere
+    import fcntl  # Windows lacks it; --plan and --help do without
 
     while True:
         lock = open(path, "a+")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmc.distributed.place import Place, find_place
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of, unusable_path
-from llmc.host import usable_processors
+from llmc.host import processor_quota
 
 __all__ = [
     "Place",
@@ -33,7 +33,7 @@ class World:
     """Which of how many processes this is. A single process has neither a watch nor a meeting.
 
     num_local  processes on this machine
-    threads    CPU threads for this process, where processes share processors; 0: torch's choice, one per physical core
+    threads    CPU threads for this process, where processes share processors; 0: torch's choice, one per physical core, or the quota
     """
 
     rank: int = 0
@@ -107,10 +107,15 @@ def meet_world(place: Place, timeout_s: float) -> World:
         watch = Watch(meeting, timeout_s)
     except RuntimeError as error:
         raise RankLost(f"the process that held the {place.num_processes} together ended as they met; start all of them again") from error
-    mine = meeting.members[place.rank]
-    here = [member for member in meeting.members if member.machine == mine.machine]
+    here = [member for member in meeting.members if member.machine == meeting.members[place.rank].machine]
+    return World(place.rank, place.num_processes, len(here), own_threads(meeting.members[place.rank], here), watch, meeting)
+
+
+def own_threads(mine, here) -> int:
+    """CPU threads for one of the members `here` on a machine: its share of the processors that it may run on, which others may share with
+    it, and of the quota of its container or job, which is taken to be the quota of all of them."""
     sharers = sum(not set(mine.processors).isdisjoint(member.processors) for member in here)
-    return World(place.rank, place.num_processes, len(here), max(1, usable_processors(len(mine.processors)) // sharers), watch, meeting)
+    return max(1, int(min(len(mine.processors) // sharers, processor_quota() / len(here))))
 
 
 def connect_world(world: World, device_kind: str, timeout_s: float) -> None:

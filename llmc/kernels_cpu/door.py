@@ -28,8 +28,8 @@ from numba.core.cgutils import alloca_once, for_range, get_or_insert_function, g
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-from llmc.processor import cpu_has_amx
 from llmc.layers.rounding import PRIME_Y
+from llmc.processor import cpu_has_amx
 
 LLVM = llvmlite.binding.llvm_version_info
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # seconds that another process may compile a kernel before it counts as hung; between looks

@@ -20,7 +20,7 @@ from llmc.memory.tuning import TILE_ROWS
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
 PACKED_ROWS = 16  # of a block of columns are packed, then the next block's: blocks may lie so far apart that all map to the same cache sets
-# by AVX-512's instruction, which LLVM before 16 has for other types; else as two products of widened numbers. Whether it pays: backend.py
+# by AVX-512's instruction, which LLVM before 16 has for other types; else as two products of widened numbers. Whether it pays: processor.py
 MULTIPLIES_PAIRS = {"avx512f", "avx512bf16"} <= PROCESSOR and LLVM >= (16,)
 FLOATS, INTS, HALVES = (ir.VectorType(number, LANES) for number in (FLOAT, INT32, INT16))
 

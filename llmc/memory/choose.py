@@ -58,15 +58,19 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
             replace(options, B=1), budget_bytes, total_sequences or 1,
         )  # fmt: skip
     limit = fits if most is None else max(1, min(fits, most))
-    B = limit
-    while B > 1 and (total_sequences and total_sequences % B or Plan(replace(options, B=B)).total_bytes > budget_bytes):
+    B, multiple = limit, options.batch_multiple
+    while B > 1 and (total_sequences and total_sequences % B or B % multiple or Plan(replace(options, B=B)).total_bytes > budget_bytes):
         B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
     reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
     if limit != fits:
         reason += f", {most} the most that a shard of the data holds"
     if B != limit:
-        reason += f", and {B} is the largest number up to that which fits"
-        reason += f" and divides the {total_sequences} of a step" * bool(total_sequences)
+        conditions = ["fits"]
+        if multiple > 1:
+            conditions.append(f"is a multiple of {multiple}")
+        if total_sequences:
+            conditions.append(f"divides the {total_sequences} of a step")
+        reason += f", and {B} is the largest number up to that which {' and '.join(conditions)}"
     return B, reason
 
 
@@ -155,7 +159,8 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     levels = [level for level in levels_of(options) if level >= options.recompute]
     copies = [True, False] if options.async_checkpoint and options.device == "cpu" else [options.async_checkpoint]
     found = []
-    for (step, B), level, master, state, copy in product(enumerate(halves), levels, masters, states, copies):
+    batches = [(step, B) for step, B in enumerate(halves) if B % options.batch_multiple == 0]
+    for (step, B), level, master, state, copy in product(batches, levels, masters, states, copies):
         changed = replace(
             options, B=B, step_sequences=total_sequences, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy
         )

@@ -1,11 +1,12 @@
 """What a plan is made for: the model, the batch and everything else that says how a run stores and computes its numbers."""
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, lcm, prod
 
 from llmc.config import ModelConfig
 from llmc.memory.layout import divides
-from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes, sizes_of
+from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes, sizes_of
+from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 
 MOST_HEAD_CHANNELS = 128  # the most that Triton's attention takes
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "m": 1, "v": 1, "master": 1, "master_bits": 1}  # arena -> ZeRO stage
@@ -56,6 +57,19 @@ class PlanOptions:
     def gelu_repeats(self) -> bool:
         """Whether recomputed GELU has the same bits as the first: GELU fused into a matmul takes sums that are not rounded yet."""
         return self.gelu_fusion in (0, 3)
+
+    @property
+    def gelu_input_bytes(self) -> int:
+        """Bytes of one layer's fch, GELU's input."""
+        return 4 * self.B * self.T * self.config.channels // self.tensor_parallel * DTYPE_BYTES[self.precision]
+
+    @property
+    def batch_multiple(self) -> int:
+        """What B must be a multiple of: with FP8, so that it can be multiplied; with -ge 3, so that every layer's fch is aligned alike."""
+        multiple = FP8_MULTIPLE // gcd(FP8_MULTIPLE, self.T) if self.matmul == "fp8" else 1
+        if self.gelu_fusion and self.gelu_repeats:
+            multiple = lcm(multiple, ALIGNMENT // gcd(ALIGNMENT, self.gelu_input_bytes // self.B))
+        return multiple
 
     @property
     def attention_kind(self) -> str:

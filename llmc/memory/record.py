@@ -15,7 +15,7 @@ RECORD_NAME = "memory.json"
 
 class MemoryRecord:
     """DIR/memory.json. From the first training step on, it is rewritten whenever a phase ends for the first time. A fresh run that trains
-    nothing writes it at its end, unless an earlier run did. No folder, no file.
+    nothing writes it at its end, unless it is there from a run that trained. No folder, no file.
 
     plan      options, bytes of every arena and column, total, and every tensor
     flags     every setting of the command line
@@ -58,8 +58,8 @@ class MemoryRecord:
         self._write()
 
     def go_ahead(self, failed) -> None:
-        """Check that the record can be written. It replaces that of an earlier run only with this run's first step, or at its end, so a run
-        that is refused before leaves the earlier record alone.
+        """Check that the record can be written. It replaces that of an earlier run only with this run's first step, or at the end of a
+        resumed run, so a run that is refused before leaves the earlier record alone.
 
         failed(UserError) is called if the disk is full or denies the write. Raises UserError if the file's name is that of a folder.
         """
@@ -76,7 +76,7 @@ class MemoryRecord:
     def _write(self):
         if not self._path or not self._phases & {"first step", "end"}:
             return
-        if not self._phases & {"first step", "resume"} and self._path.exists():  # a fresh run that trains nothing
+        if not self._phases & {"first step", "resume"} and _is_of_training(self._path):
             return
         try:
             text = f"{{\n{self._known},\n{_members(self._measured)}\n}}"
@@ -84,6 +84,14 @@ class MemoryRecord:
         except UserError as error:
             self._path = None
             self._failed(error)
+
+
+def _is_of_training(path: Path) -> bool:
+    """Whether there is a record of a run that trained."""
+    try:
+        return any(phase["phase"] == "first step" for phase in json.loads(path.read_text())["measured"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _members(values: dict) -> str:
