@@ -144,7 +144,7 @@ def main():
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities [80 90 100]")
     parser.add_argument("--channels", type=int, nargs="+", default=[768, 1600], help="model widths [768 1600]")
     parser.add_argument("--plain", action="store_true", help="only of a bf16 model with an fp32 master and optimizer state")
-    parser.add_argument("--resources", action="store_true", help="print registers, spills and shared memory of each")
+    parser.add_argument("--resources", action="store_true", help="print registers, stack and shared memory of each")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     count = 0

@@ -107,8 +107,9 @@ def meet_world(place: Place, timeout_s: float) -> World:
         watch = Watch(meeting, timeout_s)
     except RuntimeError as error:
         raise RankLost(f"the process that held the {place.num_processes} together ended as they met; start all of them again") from error
-    here = [member for member in meeting.members if member.machine == meeting.members[place.rank].machine]
-    return World(place.rank, place.num_processes, len(here), own_threads(meeting.members[place.rank], here), watch, meeting)
+    mine = meeting.members[place.rank]
+    here = [member for member in meeting.members if member.machine == mine.machine]
+    return World(place.rank, place.num_processes, len(here), own_threads(mine, here), watch, meeting)
 
 
 def own_threads(mine, here) -> int:
