@@ -5,13 +5,13 @@ or the latest moment they may, and what nobody may count on can be overwritten w
 """
 
 import faulthandler
-import multiprocessing
 import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
 
+import forked
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -223,15 +223,11 @@ class Ranks:
         return [[answers[rank][i] for rank in range(case.options.world)] for i, case in enumerate(cases)]
 
     def _start(self):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "numba"])
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(MOST_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=self.serve, args=(rank, f"{self.folder.name}/store", theirs), daemon=True)
-            process.start()
+            ours, theirs = Pipe()
+            self.processes.append(forked.started(self.serve, rank, f"{self.folder.name}/store", theirs))
             theirs.close()
-            self.processes.append(process)
             self.pipes.append(ours)
 
     def stop(self):

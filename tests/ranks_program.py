@@ -1,7 +1,6 @@
-"""The program on several ranks that meet by llm.c's flags, each forked from a process that has torch already, which saves two seconds."""
+"""The program on several ranks that meet by llm.c's flags, each in a process of its own."""
 
 import atexit
-import multiprocessing
 import os
 import sys
 import time
@@ -9,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 from gloo_threads import assert_no_gloo_workers_but
 from test_loop import words_of
 
 import train_gpt2
 
 LONGEST_S = 200
-PRELOADED = ["torch", "numba", "train_gpt2", "llmc.gpt2", "llmc.kernels_cpu.functions", "llmc.kernels_cpu.matmul"]
 
 
 def rank_of(argv, rank, out, err, hook, prepare):
@@ -90,8 +89,6 @@ def start(n: int, folder: Path, *argv, own=None, hook="", prepare=None) -> Start
     hook     a folder for served_R, what rank R is trained on
     prepare  a function of a module, which each calls before it starts
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     folder.mkdir(exist_ok=True)
     processes, files = [], [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(n)]
     for rank in range(n):
@@ -99,9 +96,7 @@ def start(n: int, folder: Path, *argv, own=None, hook="", prepare=None) -> Start
         words = words_of(["--device cpu --threads 1", *meet, *argv, *(own or {}).get(rank, [])])
         for path in files[rank]:
             path.write_text("")
-        process = context.Process(target=rank_of, args=(words, rank, *files[rank], hook, prepare), daemon=True)
-        process.start()
-        processes.append(process)
+        processes.append(forked.started(rank_of, words, rank, *files[rank], hook, prepare))
     return Started(processes, files)
 
 

@@ -1,6 +1,6 @@
 """The program with --tensor-parallel: it logs, samples, writes and resumes what one process does, and says what it cannot split.
 
-Ranks are forked from a process that has torch, which saves two seconds each; one run is torchrun's.
+One run is torchrun's.
 """
 
 import re

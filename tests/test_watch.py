@@ -4,14 +4,17 @@ The judge is tested alone, with a clock that the test turns; then real processes
 since what they do is mostly to wait.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from ranks import KILLED, ends, start_all
 
 from llmc.distributed.rendezvous import Member
-from llmc.distributed.verdict import DONE, DOUBTFUL_AFTER_S, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge
+from llmc.distributed.verdict import DONE, DOUBTFUL_AFTER_S, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge, Verdict
+from llmc.distributed.watch import Watch
 
 MEMBERS = tuple(Member("machine", f"host{rank}", 100 + rank, "") for rank in range(3))
 TIMEOUT_S = 60
@@ -230,6 +233,27 @@ def test_a_rank_behind_hangs_once_it_moves_no_more():
     assert case.passes(10).sentence.startswith(
         "rank 1 of 3 (host host1, process 101) hangs: it has not moved for 60 s, in step 7, while rank"
     )
+
+
+# ----------------------------------------------------------------------------
+# who prints it
+
+TORCHRUN_GONE, RANK_0_GONE = Verdict("torchrun is gone"), Verdict("rank 0 is gone", gone=0)
+NO_PROCESS = 2**30  # more than Linux counts to
+
+
+@pytest.mark.parametrize("verdict,machines,dead,speakers", [
+    (TORCHRUN_GONE, "aaa", [], [0]),
+    (TORCHRUN_GONE, "aaabb", [0, 3], [1, 4]),
+    (RANK_0_GONE, "aaa", [], [1]),  # it hangs, perhaps: its process is there
+    (RANK_0_GONE, "abab", [1], [2, 3]),
+    (replace(RANK_0_GONE, speaker=2), "aaa", [], [2]),
+])  # fmt: skip
+def test_one_living_rank_of_each_machine_speaks(verdict, machines, dead, speakers):
+    """Where nobody could say who does."""
+    members = [Member(machine, "host", NO_PROCESS if rank in dead else os.getpid(), "") for rank, machine in enumerate(machines)]
+    living = [rank for rank in range(len(machines)) if rank not in dead and rank != verdict.gone]
+    assert [rank for rank in living if Watch._speaks(SimpleNamespace(rank=rank, members=members), verdict)] == speakers
 
 
 # ----------------------------------------------------------------------------

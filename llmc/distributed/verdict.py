@@ -48,6 +48,7 @@ class Verdict:
     sentence: str
     code: int = LOST_CODE
     speaker: int | None = None
+    gone: int | None = None  # the rank that is, if that is why
 
 
 class Judge:
@@ -131,7 +132,7 @@ class Judge:
     def gone(self, rank: int, beat: Beat, silent_s: float, speaker: int | None = None) -> Verdict:
         when = f"{silent_s:.0f} seconds ago" if silent_s >= LOST_AFTER_S else "just now"
         what = f"it stopped answering {when}, in {beat.progress}; see what it printed last, then {START_AGAIN}"
-        return Verdict(f"{self.name(rank)} is gone: {what}", speaker=speaker)
+        return Verdict(f"{self.name(rank)} is gone: {what}", speaker=speaker, gone=rank)
 
     def collective_failed(self, rank: int, beat: Beat, speaker: int | None = None) -> Verdict:
         return Verdict(f"a collective of {self.name(rank)} failed in {beat.progress}: {beat.failed}; {START_AGAIN}", speaker=speaker)

@@ -170,9 +170,8 @@ class Watch:
         """Whether this rank prints the verdict. Where the verdict names no speaker, the lowest living rank of each machine does."""
         if verdict.speaker is not None:
             return self.rank == verdict.speaker
-        machine = self.members[self.rank].machine
-        lower = [member.process for member in self.members[1 : self.rank] if member.machine == machine]
-        return not any(map(is_alive, lower))
+        machine, lower = self.members[self.rank].machine, enumerate(self.members[: self.rank])
+        return not any(member.machine == machine and rank != verdict.gone and is_alive(member.process) for rank, member in lower)
 
     def _at_exit(self):
         """The last message of a process that does not end in an orderly way.
