@@ -853,3 +853,14 @@ def test_a_signal_ends_a_hellaswag_evaluation_early(case, monkeypatch):
     monkeypatch.setattr(GPT2, "token_losses", interrupted_once)
     done = run(*inputs(case), "-x 0 -b 4 -t 32 -h 1", QUIET, "--hellaswag-data", case / "eval.bin")
     assert len(calls) == 1 and "HellaSwag:" not in done.out and "SIGINT: finishing" in done.out and done.code == 130
+
+
+def test_a_rank_says_what_it_begins_before_it_begins_it(case, monkeypatch):
+    """Which the others name where it is lost there."""
+    said = []
+    monkeypatch.setattr(train_gpt2.World, "progress", lambda _, what: said.append(what))
+    ran(*inputs(case), "-b 4 -t 32 -d 256 -x 2 -v 2 -m 1 -s 2 -g 3", after_step=lambda done: said.append(f"done {done}"))
+    assert said[:3] == ["planning", "opening the data", "building the model"]
+    steps = [what for what in said if re.fullmatch(r"(step|done) \d+", what)]
+    assert steps == ["step 0", "done 1", "step 1", "done 2"]  # as main.log counts them
+    assert "step 0, validate, call 0" in said and said[-1] == "step 2, sample, call 1"
