@@ -13,7 +13,8 @@ def started(function, *args):
     """A process that runs the function, as multiprocessing has it. It ends with this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (REPO / "tests", REPO)))):  # Python 3.11 does not pass sys.path on
+    path = os.pathsep.join([str(REPO / "tests"), str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with patch.dict(os.environ, PYTHONPATH=path):  # Python 3.11 does not pass sys.path on
         forkserver.ensure_running()
     process = context.Process(target=_with_imports, args=(function, args), daemon=True)
     process.start()
