@@ -25,7 +25,7 @@ from llmc.rand import XorShift
 from llmc.units import MIB
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
 from torch_gelu import TorchGelu
-from whole_steps import raw
+from whole_steps import plan_without_sharing, raw
 
 TESTS = Path(__file__).parent
 PRECISIONS = ["fp32", "bf16"]
@@ -248,13 +248,13 @@ def test_four_micro_steps_are_one_large_batch(precision):
 
 
 @ways
-@pytest.mark.parametrize("config, accumulation", [(SMALL, 1), (SMALL, 3), (DEEP, 3), (SINGLE, 1)], ids=["L2-1", "L2-3", "L5-3", "L1-1"])
+@pytest.mark.parametrize("config, accumulation", [(SMALL, 3), (DEEP, 2), (SINGLE, 1)], ids=["L2-3", "L5-2", "L1-1"])
 def test_every_recompute_level_gives_the_same_bits(config, accumulation, precision, more):
     """Losses, norms, all gradients after each of three steps, and weights and moments in the end."""
     runs = []
     for level in LEVELS:
         model = build(config, precision, recompute=level, **more)
-        torch.set_num_threads(2 if config is SMALL and accumulation == 3 else 1)
+        torch.set_num_threads(2 if config is SMALL else 1)
         steps = [train_step(model, step, accumulation) for step in range(3)]
         runs.append((steps, state(model)))
     assert len({gradients for _, _, gradients in runs[0][0]}) == 3
@@ -318,13 +318,8 @@ def assert_sharing_bytes_changes_no_bit(level, precision, **more):
     """A model of which every tensor has bytes of its own, each step starting from NaN everywhere, trains the same."""
     runs = []
     for own_bytes in (False, True):
-        plan = Plan(PlanOptions(DEEP, B, T, precision=precision, recompute=level, sample_length=9, **more))
-        if own_bytes:
-            at = 0
-            for name, t in plan.tensors.items():
-                plan.tensors[name] = replace(t, offset=at)
-                at += -(-t.nbytes // 256) * 256
-        model = GPT2(plan)
+        options = PlanOptions(DEEP, B, T, precision=precision, recompute=level, sample_length=9, **more)
+        model = GPT2(plan_without_sharing(options) if own_bytes else Plan(options))
         model.init_random()
         steps = []
         for step in range(3):

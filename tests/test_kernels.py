@@ -28,7 +28,7 @@ from test_layers import (
     DTYPES, bits, classifier_case, dtypes, encoder_scratch, judge, judge_classifier, layernorm_case, noise,
     norm_of_projection, norm_scratch, rounding_scratch, row_scratch, same_bits, tokens_of, unwritten, update_case,
 )  # fmt: skip
-from whole_steps import raw
+from whole_steps import plan_without_sharing, raw
 
 from llmc.backend import open_backend
 from llmc.checkpoint.saved_state import SavedState
@@ -897,13 +897,8 @@ def little_work(monkeypatch):
 def build(kernels, precision, config=TINY, own_bytes=False, B=B, T=T, **options) -> GPT2:
     """A model with noise in all its weights; with `own_bytes` no activation shares memory."""
     sample_length = config.max_seq_len
-    plan = Plan(PlanOptions(config, B, T, precision, kernels=kernels, device=DEVICE, **{"sample_length": sample_length} | options))
-    if own_bytes:
-        at = 0
-        for name, t in plan.tensors.items():
-            plan.tensors[name] = replace(t, offset=at)
-            at += -(-t.nbytes // 256) * 256
-    model = GPT2(plan, DEVICE)
+    options = PlanOptions(config, B, T, precision, kernels=kernels, device=DEVICE, **{"sample_length": sample_length} | options)
+    model = GPT2(plan_without_sharing(options) if own_bytes else Plan(options), DEVICE)
     for i, (name, p) in enumerate(model.params.items()):
         p.copy_(noise(*p.shape, seed=i, scale=0.1) + (1.0 if name in ("ln1w", "ln2w", "lnfw") else 0.0))
     model.params["wte"][config.vocab_size :] = 0
@@ -1119,7 +1114,7 @@ def fused_multiply_add(a, b, c):
     return np.where(tie & (low != 0) & ((low > 0) == (other > rounded)), other, rounded)
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 60])
+@pytest.mark.parametrize("exponent", [0, 61])
 @pytest.mark.parametrize("off", [-1, 0, 1], ids="{:+} ulp".format)
 def test_the_reciprocal_without_a_branch_is_the_correctly_rounded_one(exponent, off):
     """For every significand and any approximation that is good to an ulp. The interpreter divides instead, so here it is written out."""

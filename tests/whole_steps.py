@@ -1,5 +1,8 @@
 """Training of a tiny model and all that it leaves, for tests that hold one way to run steps to another."""
 
+from itertools import accumulate
+from unittest.mock import patch
+
 import numpy as np
 import torch
 
@@ -8,6 +11,8 @@ from llmc.data.order import token_order
 from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
+from llmc.memory.tuning import ALIGNMENT
+from llmc.units import whole
 
 TINY = ModelConfig(max_seq_len=8, vocab_size=21, num_layers=2, num_heads=2, channels=16, padded_vocab_size=24)
 B, T, ACCUM = 2, 5, 2
@@ -37,6 +42,18 @@ def trained(model, steps=3):
         model.update(1e-2 / (step + 1), 0.1, step + 1, norm)
         left[f"evaluation {step}"] = raw(model.token_losses(*batch(1000 + step)))
     return left | {name: raw(arena) for name, arena in model.flat.items()}
+
+
+def plan_without_sharing(options: PlanOptions) -> Plan:
+    """A plan in whose arena every tensor has bytes of its own."""
+
+    def place(tensors, stages):
+        sizes = {t.name: whole(t.nbytes, ALIGNMENT) for t in tensors}
+        ends = list(accumulate(sizes.values()))
+        return dict(zip(sizes, [0, *ends])), ends[-1]
+
+    with patch("llmc.memory.plan.place", place):
+        return Plan(options)
 
 
 def put_back(model, other):

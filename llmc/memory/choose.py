@@ -7,7 +7,7 @@ in order.
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import isqrt
+from math import inf, isqrt
 
 from llmc.errors import NotEnoughMemory
 from llmc.memory.cost import extra_flops_percent
@@ -86,18 +86,20 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
     def planned(B):
         return Plan(replace(options, B=B))
 
+    def bytes_of(B):
+        return planned(B).total_bytes
+
     def fits(B):
-        return planned(B).total_bytes <= budget_bytes
+        return bytes_of(B) <= budget_bytes
 
     def reached_from(low):
-        """From `low`, which fits: a B of `low` or more that fits while B + 1 does not."""
-        step = 1
-        while fits(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+        """From `low`, which fits: a B of `low` or more that fits while B + 1 does not. Tried next is where the line through the two that
+        were just compared meets the budget: memory is made of few lines, so that takes few plans whatever B is."""
+        tried, high = low + 1, inf
+        while tried < high:
+            each = max(1, (bytes_of(tried) - bytes_of(low)) // (tried - low))
+            low, high = (tried, high) if fits(tried) else (low, tried)
+            tried = min(low + max(1, (budget_bytes - bytes_of(low)) // each), max(low + 1, high - 1))
         return low
 
     if not fits(1):

@@ -1,14 +1,14 @@
 """Where tensors lie in an arena in which those whose lifetimes do not overlap may share bytes."""
 
 from bisect import insort
-from dataclasses import replace
 
 from llmc.memory.tuning import ALIGNMENT
 from llmc.units import whole
 
 
-def place(tensors, stages):
-    """Give every tensor an offset: largest first, each in the lowest gap that no tensor alive at the same time takes."""
+def place(tensors, stages) -> tuple[dict[str, int], int]:
+    """Name -> offset in bytes of every tensor, and the bytes of an arena that holds them: largest first, each in the lowest gap that no
+    tensor alive at the same time takes."""
     at = {stage: i for i, stage in enumerate(stages)}
 
     def lifetime(tensor) -> int:
@@ -18,7 +18,7 @@ def place(tensors, stages):
             bits |= (2 << at[last]) - (1 << at[first])
         return bits
 
-    placed, ranges = [], []  # (offset, end, lifetime), by offset
+    offsets, ranges = {}, []  # (offset, end, lifetime), by offset
     for tensor, nbytes in sorted(((t, t.nbytes) for t in tensors), key=lambda each: (-each[1], each[0].name)):
         alive, offset = lifetime(tensor), 0
         for start, end, others in ranges:
@@ -27,13 +27,8 @@ def place(tensors, stages):
                     break
                 offset = max(offset, end)
         insort(ranges, (offset, whole(offset + nbytes, ALIGNMENT), alive))
-        placed.append(replace(tensor, offset=offset))
-    return placed
-
-
-def extent(tensors) -> int:
-    """Bytes of an arena that holds these tensors where they were placed."""
-    return max(whole(t.offset + t.nbytes, ALIGNMENT) for t in tensors)
+        offsets[tensor.name] = offset
+    return offsets, max(end for _, end, _ in ranges)
 
 
 def bytes_covered(ranges) -> int:

@@ -5,12 +5,13 @@ every tensor has the spans of stages it is needed for, and tensors whose spans d
 itself, evaluation, the update and sampling are all stages on the same time line, so they all fit in the same arena.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 from llmc.memory.activations import activation_tensors, residual_slots
 from llmc.memory.ladder import backward_schedule, segments, stage_line
 from llmc.memory.options import PlanOptions
-from llmc.memory.placement import bytes_covered, extent, place
+from llmc.memory.placement import bytes_covered, place
 from llmc.memory.rooms import attention_library_bytes
 from llmc.memory.slots import OFFLOAD_SLOTS
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
@@ -37,14 +38,19 @@ class Plan:
         self.schedule = backward_schedule(options.recompute)
         self.segments = segments(options.recompute, options.config.num_layers)
         self.stages = stage_line(options.recompute)
-        self.tensors = {t.name: t for t in place(activation_tensors(options), self.stages)}
+        self._not_placed = {t.name: t for t in activation_tensors(options)}
+        self._offsets, self._activation_bytes = place(self._not_placed.values(), self.stages)
+
+    @cached_property
+    def tensors(self) -> dict:
+        return {name: replace(self._not_placed[name], offset=offset) for name, offset in self._offsets.items()}
 
     @cached_property
     def arenas(self) -> dict[str, int]:
         o, n = self.options, self.options.num_parameters
         sizes = {arena: n // o.ranks_of(arena) * DTYPE_BYTES[dtype] for arena, dtype in self.flat_types.items()}
         first = {purpose: sizes.pop(purpose) for purpose in ("parameters", "gradients")}
-        return first | {"activations": extent(self.tensors.values())} | sizes
+        return first | {"activations": self._activation_bytes} | sizes
 
     @property
     def flat_types(self) -> dict[str, str]:

@@ -97,6 +97,7 @@ def parameter_shapes(config: ModelConfig, parts: int = 1) -> dict[str, tuple[int
     return {p.name: resolve(p.shape, sizes) for p in PARAMETERS}
 
 
+@cache
 def num_parameters(config: ModelConfig, parts: int = 1) -> int:
     """All elements of all 16 tensors, the padded rows of wte included; or of one rank's part of them."""
     return sum(prod(shape) for shape in parameter_shapes(config, parts).values())
