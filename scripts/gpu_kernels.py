@@ -108,6 +108,8 @@ class Room:
         self.plan, self.head_rows, device = Plan(self.options), head_chunk_rows(self.options), run.backend.device
         wanted = [t for t in self.plan.tensors.values() if t.purpose == "scratch" or t.name.startswith("classifier")]
         self.scratch = zeros_of(wanted, device)
+        if run.dry and "fp8_partials" in self.scratch:  # a program for each, one after the other: few will do
+            self.scratch["fp8_partials"] = self.scratch["fp8_partials"][:4]
         inputs = random_tokens(s.config, s.B, s.T)[0]
         self.tokens, self.order = torch.from_numpy(inputs).to(device), token_order(inputs)
         self.operations = vars(operations(kernels)) | {"fp8_operand": fp8_operand_of(kernels)}

@@ -16,8 +16,9 @@ import torch  # noqa: E402
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / "shared"  # reference material beside the checkout; users do not have it
 
-# files that take a minute or more of a core, longest first: a process that is done with its own finds another short one to the end
-LONG = """kernels_cpu kernels resume tensor_parallel failure errors zero gpt2 memory ranks async_checkpoint kernels_ptx parts_program layers
+# files that take half a minute or more of a core, longest first: a process that is done with its own finds another short one to the end.
+# But those that need no kernels for a CPU come before others that do, so that while the first compiles these no other does too
+LONG = """kernels_cpu kernels kernels_ptx resume gpt2 tensor_parallel failure errors zero memory ranks async_checkpoint parts_program layers
 forms traffic report choose plan rendezvous graphs triton_attention""".split()
 
 # before any kernel is defined: without a card Triton's interpreter runs them, on CPU tensors

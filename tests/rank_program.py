@@ -16,8 +16,8 @@ from llmc.errors import RankLost, UserError
 from llmc.flags import parse
 
 
-def main() -> int:
-    what, who, flags = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+def main(words) -> int:
+    what, who, flags = words[0], int(words[1]), words[2:]
     if what == "once":
         what = "kill" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "end"
     settings = parse(flags)
@@ -71,4 +71,4 @@ def happen(what: str, mine: bool):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,9 @@ import sys
 import time
 from types import SimpleNamespace
 
+import rank_program
 from conftest import REPO
+from forked import Program
 
 PROGRAM = REPO / "tests" / "rank_program.py"
 LONGEST_S = 60
@@ -27,13 +29,15 @@ def environment(**more) -> dict:
     return plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | more
 
 
-def start(*words, before=(), **more) -> subprocess.Popen:
+def start(*words, before=()):
     """One rank: words are those of rank_program.py. before: a command that runs it."""
+    if not before:
+        return Program(rank_program.main, words)
     command = [*before, sys.executable, str(PROGRAM), *map(str, words)]
-    return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def start_all(what: str, who: int, size: int, *flags) -> list[subprocess.Popen]:
+def start_all(what: str, who: int, size: int, *flags) -> list[Program]:
     return [start(what, who, "-pn", size, "-pr", rank, *flags) for rank in range(size)]
 
 

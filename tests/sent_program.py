@@ -1,14 +1,7 @@
-"""One rank of several that train tiny models, case after case, and say what each step sent.
-
-    python sent_program.py RANK SIZE STORE CASES
-
-STORE is a file that the ranks meet at, CASES one of pickled (PlanOptions, micro-steps). Rank 0 prints a list of {among: {kind: bytes}} as
-JSON, after all ranks turned out to send the same.
-"""
+"""One rank of several that train tiny models, case after case, and say what each step sent."""
 
 import json
 import pickle
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +31,10 @@ class Counting(Group):
         return super()._each(kind, lambda *_, **__: Done(), calls[:1], tensors, passes)
 
 
-def main(rank: int, size: int, store: str, cases: str):
+def main(words):
+    """The rank, how many there are, a file that they meet at, and one of pickled (PlanOptions, micro-steps). Rank 0 prints a list of
+    {among: {kind: bytes}} as JSON, after all ranks turned out to send the same."""
+    rank, size, store, cases = int(words[0]), int(words[1]), *words[2:]
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     dist.init_process_group(register_gloo(), store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60))
@@ -76,7 +72,3 @@ def sent_by(o, micro_steps, data, parts, everyone, computes=True) -> dict:
     model.sharing.settle()
     assert all(one == steps[0] for one in steps)
     return steps[0]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -69,8 +69,11 @@ def test_a_program_among_others_says_so_and_openmp_hears_it(tmp_path):
         "print(*sleep_soon_where_busy(), flush=True); import torch"
     )
     env = {name: value for name, value in os.environ.items() if name not in cores.WAITING} | {"OMP_DISPLAY_ENV": "verbose"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with burning(2 * len(os.sched_getaffinity(0))):
-        done = subprocess.run([sys.executable, "-c", code, REPO], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "cores busy, so threads that wait for one another soon sleep" in done.stdout
-    if "GOMP_SPINCOUNT" in done.stderr:  # where torch's OpenMP is GNU's
-        assert "GOMP_SPINCOUNT = '3000'" in done.stderr
+        program = subprocess.Popen([sys.executable, "-c", code, REPO], env=env, **pipes)
+        said = program.stdout.readline()
+    _, shown = program.communicate()
+    assert program.returncode == 0 and "cores busy, so threads that wait for one another soon sleep" in said
+    if "GOMP_SPINCOUNT" in shown:  # where torch's OpenMP is GNU's
+        assert "GOMP_SPINCOUNT = '3000'" in shown

@@ -53,7 +53,7 @@ def program(case, precision, folder, *more):
 # fp32 at level 0 keeps everything; bf16 at level 2, with a state that is converted on its way to the files and back
 @pytest.mark.parametrize("precision, flags", [
     ("fp32", "-b 56 -t 256 -r 0"),
-    ("bf16", "-b 224 -t 256 -r 2 --master bits16 --optimizer-state bf16 -h 1"),
+    ("bf16", "-b 168 -t 256 -r 2 --master bits16 --optimizer-state bf16 -h 1"),
 ])  # fmt: skip
 def test_every_phase_of_a_run_stays_within_5_percent_of_the_plan(case, tmp_path, precision, flags):
     """Train, evaluate, score, sample, save, resume: the peak of the process over what it held before the first arena.

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from case_a import CONFIG, write_case_a
 from conftest import REPO
+from forked import LONGEST_S, Program
 from test_errors import token
 from test_loop import QUIET, inputs, losses, ran, run, words_of
 
@@ -394,20 +395,25 @@ def reference(case: Path, every: int) -> Path:
     return folder
 
 
-def start(*argv) -> subprocess.Popen:
-    """The program in a process of its own, which does not outlive four minutes: it may have kernels to compile first."""
+def start_anew(*argv) -> subprocess.Popen:
+    """The program as a shell starts it. It does not outlive LONGEST_S."""
     words = words_of(["--device cpu --threads 1", *argv])
     process = subprocess.Popen(
         [sys.executable, "train_gpt2.py", *words], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whatever pytest was started with
     )  # fmt: skip
-    watchdog = threading.Timer(240, process.kill)
+    watchdog = threading.Timer(LONGEST_S, process.kill)
     watchdog.daemon = True
     watchdog.start()
     return process
 
 
-def interrupt(process: subprocess.Popen, number: int, awaited: str, delay: float) -> tuple[int, str, str]:
+def start(*argv) -> Program:
+    """The program in a process that is forked, where nothing hangs on how Python begins and ends."""
+    return Program(train_gpt2.main, words_of(["--device cpu --threads 1", *argv]))
+
+
+def interrupt(process: Program, number: int, awaited: str, delay: float) -> tuple[int, str, str]:
     """Wait for a line that starts with `awaited`, and `delay` seconds more, then send the signal."""
     lines = []
     for line in process.stdout:
@@ -416,7 +422,7 @@ def interrupt(process: subprocess.Popen, number: int, awaited: str, delay: float
             break
     time.sleep(delay)
     process.send_signal(number)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate()
     return process.returncode, "".join(lines) + out, err
 
 
@@ -564,7 +570,7 @@ def test_a_validation_whose_data_is_cut_in_its_middle_costs_no_step(case, tmp_pa
     monkeypatch.setattr(Backend, "asynchronous", asynchronous)
     monkeypatch.setattr("train_gpt2.CALLS_PER_STOP_CHECK", {"cpu": 8 if asynchronous else 1})
     data = shutil.copytree(case, tmp_path / "data")
-    argv = [*inputs(data), SMALL, "-b 1 -t 16 -d 512 -v 4 -m 20 -s 0 -x 9 -n 100 --kernels torch -o"]
+    argv = [*inputs(data), SMALL, "-b 1 -t 16 -d 32 -v 4 -m 20 -s 0 -x 9 -n 100 --kernels torch -o"]
     ran(*argv, tmp_path / "straight")
     broken, computed, mend = tmp_path / "broken", [], []
     token_losses = GPT2.token_losses
@@ -686,7 +692,7 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_pa
     finally:
         os.kill(process.pid, signal.SIGCONT)
         process.kill()
-    process.wait()
+    process.communicate()
     assert "step    2/" in ran(*argv, "-x 2"), "who is gone holds nothing"
 
 
@@ -721,12 +727,12 @@ def test_a_run_without_standard_output_trains_and_hears_signals(case, tmp_path):
     command = [sys.executable, "train_gpt2.py", *words_of([*argv, tmp_path / "log"])]
     process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], cwd=REPO)
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + LONGEST_S
         while not (tmp_path / "log" / "speed.log").exists() or len(timed_steps(tmp_path / "log")) < 5:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.terminate()
-        assert process.wait(timeout=240) == 0
+        assert process.wait(timeout=LONGEST_S) == 0
     finally:
         process.kill()
     done = len(timed_steps(tmp_path / "log"))
@@ -738,12 +744,12 @@ def test_a_run_without_standard_output_trains_and_hears_signals(case, tmp_path):
 def test_a_run_that_nobody_reads_any_more_leaves_a_checkpoint_and_goes_on_from_there(case, tmp_path):
     """As `| head` does it: exit code 1, and no word on stderr. The end is the straight run's."""
     argv = [*inputs(case), SIGNALLED, "-n 1000 -nk 2 -o", tmp_path]
-    process = start(*argv)
+    process = start_anew(*argv)
     for line in process.stdout:
         if line.startswith("step    7/"):
             break
     process.stdout.close()
-    assert (process.stderr.read(), process.wait(timeout=240)) == ("", 1)
+    assert (process.stderr.read(), process.wait(timeout=LONGEST_S)) == ("", 1)
     done = len(timed_steps(tmp_path))
     assert steps_in(tmp_path) == [done] and 7 <= done < 60
     ran(*argv, "-y 1")
@@ -818,12 +824,12 @@ def test_ctrl_c_before_the_loop_ends_without_a_traceback(case, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc to watch torch being imported in")
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(case, tmp_path):
     """That comes before the first line is printed."""
-    process = start(*inputs(case), SIGNALLED, "-o", tmp_path)
+    process = start_anew(*inputs(case), SIGNALLED, "-o", tmp_path)
     while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=LONGEST_S)
     assert (process.returncode, out) == (130, "") and "Traceback" not in err and not list(tmp_path.iterdir())
 
 
@@ -839,7 +845,7 @@ def test_a_signal_while_the_terminal_is_stuck_does_not_end_in_a_traceback(case, 
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)  # the handler runs while print still waits
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate()
     out = "".join(lines) + out
     assert (process.returncode, err) == (0, "") and "SIGTERM: finishing this step" in out and steps_in(tmp_path) == [len(losses(out))]
 
@@ -870,12 +876,12 @@ def test_killed_again_and_again_the_newest_checkpoint_is_whole(case, tmp_path, r
     assert steps_in(folder) == [59, 60], "a crash leaves no old checkpoint behind"
 
 
-# forks a child for each call that changes the disk, and kills it there: before the call, or in the middle of it
+# forks a child for each call that changes the disk, and kills it there: before the call, or in the middle of it. The first run is so that
+# they find everything imported
 KILLER = """
-import os, signal, sys
+import contextlib, os, signal, sys
 import torch, train_gpt2
 from pathlib import Path
-import llmc.checkpoint.store, llmc.checkpoint.snapshot
 
 folder, argv = sys.argv[1], sys.argv[2:]
 train_gpt2.measure_matmul_tflops = lambda *_: 1.0
@@ -894,6 +900,8 @@ def child(fatal):
     sys.stdout = open(os.devnull, "w")
     os._exit(train_gpt2.main([*argv, "-o", f"{folder}/{fatal}"]))
 
+with contextlib.redirect_stdout(None):
+    assert train_gpt2.main([*argv, "-o", f"{folder}/first"]) == 0
 fatal = 1
 while True:
     pid = os.fork()

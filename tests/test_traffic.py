@@ -2,15 +2,13 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import product
 
 import pytest
-from conftest import REPO
-from ranks import environment
+import sent_program
+from forked import Program
 from sent_program import Counting, sent_by
 
 from llmc.config import ModelConfig, config_from_descriptor
@@ -129,13 +127,9 @@ def test_real_ranks_send_what_is_planned(ranks, tmp_path):
     cases += [(case(ranks, 2, level=1, keep=True), 2), (case(ranks, ranks, level=6, layers=5), 1)]
     cases += [(case(ranks, 2, stage, precision="bf16"), 2) for stage in (1, 2, 3) if ranks == 4]
     (tmp_path / "cases").write_bytes(pickle.dumps(cases))
-    words = [[sys.executable, REPO / "tests/sent_program.py", rank, ranks, tmp_path / "store", tmp_path / "cases"] for rank in range(ranks)]
-    processes = [
-        subprocess.Popen([*map(str, command)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command in words
-    ]
+    processes = [Program(sent_program.main, [rank, ranks, tmp_path / "store", tmp_path / "cases"]) for rank in range(ranks)]
     try:
-        said = [process.communicate(timeout=300) for process in processes]
+        said = [process.communicate() for process in processes]
     finally:
         for process in processes:
             process.kill()
