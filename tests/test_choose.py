@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from case_a import CONFIG, write_case_a
@@ -137,6 +138,24 @@ def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
 def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
     budget = 8 << 30
     assert len({largest_batch(PlanOptions(D12, B, 1024), budget) for B in (1, 4, 9)}) == 1
+
+
+@pytest.mark.parametrize("curve, budget, most", [
+    (lambda B: 700 + 50 * B, 10**400, 14), (lambda B: 700 + 50 * B, 12345678, 14),
+    (lambda B: max(2000, 50 * B), 100_003, 40), (lambda B: 10**4 * max(0, B - 999), 1, 40),  # flat, then steep
+    (lambda B: B + 3000 * max(0, B - 300), 305, 30), (lambda B: -(-B // 64) * 100, 2750, 40),
+], ids=["beyond float", "a line", "a kink", "a wall", "steeper", "stairs"])  # fmt: skip
+def test_the_largest_batch_takes_few_plans_whatever_memory_is_like(monkeypatch, curve, budget, most):
+    """Also where lines lead astray. Ten of the plans are of the batches beyond it."""
+    asked = []
+
+    def plan(o):
+        asked.append(o.B)
+        return SimpleNamespace(options=o, total_bytes=curve(o.B), tensors={})
+
+    monkeypatch.setattr("llmc.memory.choose.Plan", plan)
+    B = largest_batch(CASES[0], budget)
+    assert curve(B) <= budget < curve(B + 1) and len(set(asked)) == len(asked) <= most
 
 
 @pytest.mark.parametrize("level", [0, 2, 5, 6])

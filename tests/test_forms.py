@@ -289,7 +289,7 @@ def test_a_step_allocates_no_rows_of_channels_beside_the_arenas(kernels, level, 
     added to another type."""
     if kernels == "numba":
         pytest.importorskip("numba")
-    config, B, T = ModelConfig(64, 500, 2, 2, 128, 512), 4, 32
+    config, B, T = ModelConfig(64, 500, 2, 2, 128, 512), 4, 64
     model = GPT2(Plan(PlanOptions(config, B, T, recompute=level, kernels=kernels, head_chunk=chunk, **forms)))
     model.init_random()
     inputs, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, B, T))

@@ -31,7 +31,7 @@ def run(cache, *command):
     return done.stdout
 
 
-@pytest.mark.parametrize("channels, cards, forms", [(768, (90,), ()), (1600, (90,), ("--plain",)), (768, (80, 100), ("--plain",))])
+@pytest.mark.parametrize("channels, cards, forms", [(768, (90,), ()), (1600, (90,), ()), (768, (80, 100), ("--plain",))])
 def test_every_kernel_compiles_for_every_card_and_spills_nothing(cache, channels, cards, forms):
     """As often as there are kinds of launches, for Hopper of models of every form; there with no local memory, wherever cuobjdump can tell.
     A tile of whole rows is 1024 and 2048 columns wide with these channels, and 1600 fills neither it nor blocks of 256."""

@@ -7,7 +7,7 @@ in order.
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import inf, isqrt
+from math import isqrt
 
 from llmc.errors import NotEnoughMemory
 from llmc.memory.cost import extra_flops_percent
@@ -92,14 +92,23 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
     def fits(B):
         return bytes_of(B) <= budget_bytes
 
+    def meets_budget(low, other):
+        """Where the line through the bytes of both comes to the budget, after `low`."""
+        each = max(1, (bytes_of(other) - bytes_of(low)) // (other - low))
+        return low + max(1, (budget_bytes - bytes_of(low)) // each)
+
     def reached_from(low):
-        """From `low`, which fits: a B of `low` or more that fits while B + 1 does not. Tried next is where the line through the two that
-        were just compared meets the budget: memory is made of few lines, so that takes few plans whatever B is."""
-        tried, high = low + 1, inf
-        while tried < high:
-            each = max(1, (bytes_of(tried) - bytes_of(low)) // (tried - low))
+        """From `low`, which fits: a B of `low` or more that fits while B + 1 does not. Where memory grows in a line that takes four plans,
+        elsewhere no more than doubling steps and halving what is left would take, twice over."""
+        step, high = 1, low + 1
+        while fits(high):
+            step *= 2
+            low, high = high, max(high + step, meets_budget(high, low))
+        halved = True
+        while (left := high - low) > 1:
+            tried = min(meets_budget(low, high), high - 1) if halved else (low + high) // 2
             low, high = (tried, high) if fits(tried) else (low, tried)
-            tried = min(low + max(1, (budget_bytes - bytes_of(low)) // each), max(low + 1, high - 1))
+            halved = 2 * (high - low) <= left
         return low
 
     if not fits(1):
