@@ -6,18 +6,14 @@ import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = (
-    "FATAL"  # as the program sets it for several ranks, too late where they are forked from a process with torch
-)
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / "shared"  # reference material beside the checkout; users do not have it
 
-# files that take half a minute or more of a core, longest first: a process that is done with its own finds another short one to the end.
-# But those that need no kernels for a CPU come before others that do, so that while the first compiles these no other does too
+# files that take half a minute or more of a core, the longest among the first: a process that is done with its own finds another short one
+# to the end. The second and third need none of the kernels that the first compiles, which no other process should do meanwhile
 LONG = """kernels_cpu kernels kernels_ptx resume gpt2 tensor_parallel failure errors zero memory ranks async_checkpoint parts_program layers
 forms traffic report choose plan rendezvous graphs triton_attention""".split()
 

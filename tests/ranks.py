@@ -1,6 +1,5 @@
 """Starting several ranks of rank_program.py, and waiting for all of them."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -10,11 +9,10 @@ from types import SimpleNamespace
 
 import rank_program
 from conftest import REPO
-from forked import Program
+from forked import Program, environment
 
 PROGRAM = REPO / "tests" / "rank_program.py"
 LONGEST_S = 60
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "MPI_", "SLURM_", "GLOO_", "TORCH_")
 
 
 def free_port() -> int:
@@ -23,22 +21,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def environment(**more) -> dict:
-    """Of a process that no launcher started."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | more
-
-
-def start(*words, before=()):
-    """One rank: words are those of rank_program.py. before: a command that runs it."""
-    if not before:
+def start(*words, before=(), anew=False):
+    """One rank: words are those of rank_program.py. before: a command that runs it. anew: as a shell starts it, not forked."""
+    if not (before or anew):
         return Program(rank_program.main, words)
     command = [*before, sys.executable, str(PROGRAM), *map(str, words)]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def start_all(what: str, who: int, size: int, *flags) -> list[Program]:
-    return [start(what, who, "-pn", size, "-pr", rank, *flags) for rank in range(size)]
+def start_all(what: str, who: int, size: int, *flags, anew=False) -> list:
+    return [start(what, who, "-pn", size, "-pr", rank, *flags, anew=anew) for rank in range(size)]
 
 
 def ends(processes) -> list[SimpleNamespace]:

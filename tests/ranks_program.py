@@ -1,6 +1,5 @@
 """The program on several ranks that meet by llm.c's flags, each in a process of its own."""
 
-import atexit
 import os
 import sys
 import time
@@ -19,19 +18,20 @@ LONGEST_S = 200
 
 def rank_of(argv, rank, out, err, hook, prepare):
     """One rank, in a process of its own."""
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    sys.stdout.reconfigure(line_buffering=True)
-    train_gpt2.measure_matmul_tflops = lambda *_: 1.0  # it costs half a second
-    if hook:
-        record_served(Path(hook) / f"served_{rank}")
-    if prepare:
-        prepare()
-    code = train_gpt2.main(argv)
-    if code == 0:  # else it ends without taking Python down
-        assert_no_gloo_workers_but()
-    atexit._run_exitfuncs()  # which processes of multiprocessing do not do
-    sys.exit(code)
+
+    def main(words):
+        sys.stdout.reconfigure(line_buffering=True)
+        train_gpt2.measure_matmul_tflops = lambda *_: 1.0  # it costs half a second
+        if hook:
+            record_served(Path(hook) / f"served_{rank}")
+        if prepare:
+            prepare()
+        code = train_gpt2.main(words)
+        if code == 0:  # else it ends without taking Python down
+            assert_no_gloo_workers_but()
+        return code
+
+    forked.run_as_program(main, argv, *(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) for path in (out, err)))
 
 
 def record_served(path):
@@ -65,19 +65,21 @@ class Started:
         """Until rank 0 has printed them."""
         deadline = time.monotonic() + LONGEST_S
         while words not in self.out():
-            assert time.monotonic() < deadline and self.processes[0].is_alive(), [Path(err).read_text() for _, err in self.files]
+            runs = time.monotonic() < deadline and forked.exit_code(self.processes[0]) is None
+            assert runs, [Path(err).read_text() for _, err in self.files]
             time.sleep(0.01)
 
     def ended(self) -> list[SimpleNamespace]:
         """code, out and err of each, when all have ended."""
+        deadline = time.monotonic() + LONGEST_S
         try:
-            for process in self.processes:
-                process.join(LONGEST_S)
+            while None in map(forked.exit_code, self.processes) and time.monotonic() < deadline:
+                time.sleep(0.01)
         finally:
             for process in self.processes:
                 process.kill()
         return [
-            SimpleNamespace(code=process.exitcode, out=Path(out).read_text(), err=Path(err).read_text())
+            SimpleNamespace(code=forked.exit_code(process), out=Path(out).read_text(), err=Path(err).read_text())
             for process, (out, err) in zip(self.processes, self.files)
         ]
 

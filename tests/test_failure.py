@@ -1,8 +1,9 @@
 """Ranks of real runs killed at random points, twelve in all, each run started again until it is done: it ends as one that nobody disturbed.
 
-Four ways to start a run and to start it again, each met by two or four SIGKILLs: while ranks meet or load, in a step, between steps, while
-a checkpoint is written or an old one deleted. Whoever is left must end long before the time-out of a collective, and say who is gone; what
-a checkpoint lacks keeps it from being resumed; the last step's files are, to the bit, those of the undisturbed run.
+Four ways to start a run and to start it again. SIGKILLs come while ranks meet or load, in a step, between steps, or by chance while a
+checkpoint is written or an old one deleted: four for ways that start quickly, two for a launcher's. Whoever is left must end long before
+the time-out of a collective, and say who is gone; what a checkpoint lacks keeps it from being resumed; the last step's files are, to the
+bit, those of the undisturbed run.
 """
 
 import os
@@ -34,7 +35,6 @@ RUNS = {
     "run_until_done.sh": "-b 2 --kernels torch -z 1 --async-checkpoint 1",
 }
 KILLS = dict(zip(RUNS, (4, 4, 2, 2)))  # a launcher takes torch's time to start, for itself and each rank
-APART = LAST // (max(KILLS.values()) + 1)  # steps between kills at most, so that none comes after the end
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Moments:
         whom = self.chance.randrange(self.ranks)
         if self.chance.random() < 0.25:
             return whom, FIRST_WORDS, self.chance.uniform(0, 0.5)
-        step = max(steps_in(folder), default=0) + self.chance.randint(1, APART - 3)
+        apart = LAST // (self.kills + 1)  # at most, so that none comes after the end
+        step = max(steps_in(folder), default=0) + self.chance.randint(1, apart - 3)
         return whom, f"step {step:4d}/{LAST}", self.chance.uniform(0, 0.1)
 
 

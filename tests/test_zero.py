@@ -115,7 +115,7 @@ def test_with_several_micro_steps_stages_0_and_1_and_stages_2_and_3_give_the_sam
     """Stages 2 and 3 add up the ranks' gradients first and the micro-steps' then, stages 0 and 1 the other way round."""
     common = dict(kernels=kernels, forms=FORMS[form], accumulation=3, steps=2, poisoned=True)
     for stages in ((0, 1), (2, 3)):
-        assert_same_bits(run, [case(ranks, stage, collectives=how, **common) for stage, how in zip(stages, ("real", "late"))])
+        assert_same_bits(run, [case(ranks, stage, collectives=how, **common) for stage in stages for how in ("real", "late")])
 
 
 @pytest.mark.parametrize("ranks, form, kernels", [
