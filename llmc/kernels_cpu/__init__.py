@@ -1,7 +1,7 @@
 """numba kernels for CPUs, on all cores: operations in one pass over memory each, attention, and matmuls where torch's are slower.
 
-Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports numba; a machine without it
-trains with the torch operations.
+Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py and compiler.py import numba; a machine
+without it trains with the torch operations.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""The one place that imports numba: what the kernels share, and how they are compiled and launched.
+"""What the kernels share, and how they are launched. They import numba's names from here; how they are compiled: compiler.py.
 
 The arithmetic here is defined to the bit. Elementwise kernels give the bits of the torch operations in llmc/layers/: no multiply and
 add is contracted unless fma says so, divisions and roots are correctly rounded, and fp32 becomes bf16 by rounding to nearest even.
@@ -8,14 +8,8 @@ Python's operators would make uint32 arithmetic 64 bits wide, and halve a vector
 that emit a single instruction. Kernels see flat arrays, with bf16 as uint16; load widens from it, and store narrows to it.
 """
 
-import fcntl
-import hashlib
-import os
-import time
 from contextlib import contextmanager
 from functools import cache, wraps
-from itertools import count
-from pathlib import Path
 
 import llvmlite.binding
 import numba
@@ -23,126 +17,14 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, prange, types  # noqa: F401
-from numba.core.caching import IndexDataCacheFile
 from numba.core.cgutils import alloca_once, for_range, get_or_insert_function, global_constant  # noqa: F401
-from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
+from llmc.kernels_cpu.compiler import AMX_FEATURES, helper, jit, processor_features, shared  # noqa: F401
 from llmc.layers.rounding import PRIME_Y
-from llmc.processor import cpu_has_amx
 
 LLVM = llvmlite.binding.llvm_version_info
-COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # seconds that another process may compile a kernel before it counts as hung; between looks
-AMX_FEATURES = {"amx-tile", "amx-bf16"}
 LINE = 64  # bytes of a cache line
-if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None and "+avx512f" in get_host_cpu_features().split(","):
-    numba.config.CPU_FEATURES = get_host_cpu_features() + ",-prefer-256-bit"  # else LLVM uses half of the vector width on Intel
-# a division by zero gives infinity, not an exception. No kernel is called from C, and nothing that kernels call is called from Python:
-# leaving out the wrappers for that saves a tenth of the compile time
-OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-
-# A helper is inlined into every kernel that calls it. Compiled on its own, it would exist in several copies, in which its sums (plus)
-# could be vectorized differently, and which copy a kernel gets would depend on what was compiled, or loaded from disk, first.
-helper = njit(**OPTIONS, no_cpython_wrapper=True, forceinline=True)
-# A shared function uses no plus, so every copy gives the same bits: it is compiled once for all kernels that call it.
-shared = njit(**OPTIONS, no_cpython_wrapper=True)
-
-
-def jit(function):
-    """A kernel, compiled at its first call with arguments of each combination of types. Its prange loops run in parallel.
-
-    Compiled code is kept beside the source or in the user's cache folder; where neither can be written to, it is not kept.
-    """
-    try:
-        kernel = njit(**OPTIONS, parallel=True, cache=True)(function)
-    except RuntimeError:
-        return njit(**OPTIONS, parallel=True)(function)
-    kept = kernel._cache._cache_file
-    name = kept._index_name.removesuffix(".nbi") + "-amx" * cpu_has_amx()  # Linux may refuse it where the processor has it
-    kernel._cache._cache_file = KeptKernels(kept._cache_path, name, sources())
-    return kernel
-
-
-class KeptKernels(IndexDataCacheFile):
-    """The compiled code of a kernel on disk, safe for several processes at once: an index by argument types, and a file for each.
-
-    numba's own class writes the index before the file, and two processes may choose the same file: a third would load and run code
-    that was compiled for other types. So only one process at a time reads or writes here, and the index is written last. A process
-    that finds no code keeps the lock until it has saved what it compiled, so the ranks of a run wait for one of them to compile.
-    """
-
-    _lock = None  # an open file, locked while this process reads, compiles or writes
-
-    def load(self, key):
-        self._take_lock()
-        data = _or_nothing(super().load, key)
-        if data is not None:
-            self._release_lock()
-        return data
-
-    def save(self, key, data):
-        self._take_lock()
-        try:
-            overloads = _or_nothing(self._load_index) or {}
-            names = (self._data_name(number) for number in count(1))
-            name = overloads.get(key) or next(name for name in names if name not in overloads.values())
-            self._save_data(name, data)
-            self._save_index(overloads | {key: name})
-        except OSError:  # a full disk: the kernel is compiled again next time
-            pass
-        finally:
-            self._release_lock()
-
-    def _take_lock(self):
-        if self._lock:
-            return
-        try:
-            os.makedirs(self._cache_path, exist_ok=True)
-            lock = open(os.path.join(self._cache_path, self._index_name + ".lock"), "w")
-        except OSError:  # then no process can save here either
-            return
-        deadline = time.monotonic() + COMPILED_AFTER_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock = lock
-                return
-            except BlockingIOError:
-                time.sleep(LOOK_AGAIN_S)
-            except OSError:  # a file system that has no locks
-                return
-
-    def _release_lock(self):
-        if self._lock:
-            self._lock.close()
-            self._lock = None
-
-
-def _or_nothing(read, *args):
-    """read(*args), or None if a file is damaged, as after a loss of power: pickle may then raise any exception."""
-    try:
-        return read(*args)
-    except Exception:
-        return None
-
-
-@cache
-def sources():
-    """A hash of what kernels are compiled from: their own files, and those whose constants they use."""
-    folder = Path(__file__).resolve().parent
-    shared = [folder.parent / "memory" / "tuning.py", folder.parent / "units.py"]
-    files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), *shared])
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
-
-
-def processor_features() -> frozenset:
-    """LLVM's names of the features numba compiles for: this processor's unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES says otherwise."""
-    features = numba.config.CPU_FEATURES
-    features = get_host_cpu_features() if features is None else features
-    known = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
-    return known if cpu_has_amx() else known - AMX_FEATURES
-
-
 _calls = None  # the calls of the recording that is being made, if any
 
 
