@@ -8,7 +8,6 @@ from functools import cache
 from llmc.host import own_processors
 
 CPU_INFO = "/proc/cpuinfo"
-ZEN_2_MODELS = 0x30  # and later, of family 23
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
 CPU_MATMULS = ("native", "numba", "widened")  # --matmul on a CPU
 NVIDIA_DRIVERS = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # one of them exists where there is an NVIDIA driver: Linux, WSL 2
@@ -67,21 +66,15 @@ def cpu_gains_from_bf16() -> bool:
     return cpu_pairs_bf16() or cpu_has_amx() or "bf16" in _cpu_line("features")
 
 
-def cpu_is_zen_1() -> bool:
-    """AMD's first Zen, or its shrink: models of family 23 before Zen 2's."""
-    vendor, family, model = (_cpu_line(name)[-1:] for name in ("vendor_id", "cpu family", "model\t"))
-    return (vendor, family) == (["AuthenticAMD"], ["23"]) and int(model[0]) < ZEN_2_MODELS
-
-
 def cpu_favours_numba(precision: str) -> bool:
     """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
-    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. On AMD's first Zen: steps of d12 of 256 and 1024 tokens by a twentieth in
-    fp32, a fifth and a twentieth in bf16. On its third, and taken to be so on its second: steps of d6 and d12 of 256 to 4096 tokens by a
-    sixth to nothing in bf16; in fp32 slower by up to a twelfth. On Intel with AVX-512 for bf16 and fp16 by a third in bf16, with AMX and
-    without; in fp32 slower by a twentieth."""
+    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. With AVX2 only, on AMD's third Zen: steps of d6 and d12 of 256 and 1024
+    tokens by a fifth to a twentieth in fp32, and in bf16 one of d12 of 256 by a third; on the first, with smaller tiles, steps of d12 by a
+    twentieth in fp32, a fifth and a twentieth in bf16. On Intel with AVX-512 for bf16 and fp16 by a third in bf16, with AMX and without; in
+    fp32 slower by a twentieth."""
     vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
     if "AuthenticAMD" in vendor:
-        return "avx512_bf16" in flags or cpu_is_zen_1() or (precision == "bf16" and "avx2" in flags)
+        return "avx2" in flags
     return "GenuineIntel" in vendor and precision == "bf16" and {"avx512_bf16", "avx512_fp16"} <= set(flags)
 
 

@@ -639,10 +639,10 @@ def test_a_product_may_begin_anywhere():
         assert torch.equal(out, inp @ weight.t()) and memory.isnan().sum() == 2 * start
 
 
-LARGE = tiles.Tile(8, 48, 1)  # of Intel's processors, which this one may not be
+LARGE, OF_AVX2 = tiles.Tile(8, 48, 1), tiles.Tile(4, 24, 1)  # of Intel's processors with AVX-512, and of AVX2's; this one may be neither
 
 
-@pytest.mark.parametrize("tile", [tiles.SMALL, LARGE, tiles.AMX], ids=["small", "large", "amx"])
+@pytest.mark.parametrize("tile", [tiles.SMALL, LARGE, OF_AVX2, tiles.AMX], ids=["small", "large", "avx2", "amx"])
 @pytest.mark.parametrize("rooms", [1, 2, 6, 64])
 def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
     """All that is kept at once: a part of the left factor, a panel of the right one, and sums. Parts are as few as that allows."""
@@ -678,6 +678,9 @@ def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
     if tile is LARGE:
         s = matmul._sizes(3072, 3072, 768, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
         assert s.depth == s.near == matmul.DEPTH and s.columns == (96 if rooms == 1 else 240 if rooms == 2 else 384)
+    if tile is OF_AVX2:
+        s = matmul._sizes(3072, 3072, 768, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
+        assert s.depth == s.near == matmul.DEPTH and s.columns == (120 if rooms == 1 else 192 if rooms == 2 else 384)
     if tile is tiles.AMX:
         s = matmul._sizes(3072, 3072, 1536, matmul.IN_PLACE, tile, 1, 1 << 20, panels, sums)
         assert s.columns == (96 if rooms == 1 else 192 if rooms == 2 else 384)
