@@ -38,8 +38,8 @@ def options(text="", precision="bf16", kind="cuda", config=D12):
 
 def cpuinfo(tmp_path, monkeypatch, vendor, flags, granted=True):
     """Say what processor this is, and whether Linux would grant the use of AMX."""
-    path, numbers = tmp_path / "cpuinfo", "cpu family\t: 25\nmodel\t\t: 1"
-    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n{numbers}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n")
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\nflags\t\t: fpu {flags} sse\nbugs\t: none\n")
     monkeypatch.setattr(llmc.processor, "CPU_INFO", path)
     monkeypatch.setattr(llmc.processor, "linux_grants_amx", lambda: granted)
 
