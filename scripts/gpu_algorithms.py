@@ -12,7 +12,9 @@ from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
-from scripts.gpu_common import Skip, attempt, block_matmuls, check_cublaslt, factors, measure, relative_difference, table, while_time
+from scripts.gpu_common import (
+    Skip, attempt, block_matmuls, check_cublaslt, factors, measure, measure_in_turn, relative_difference, table, while_time,
+)  # fmt: skip
 
 WANTED = 16  # algorithms to ask for, of each matmul
 SEQUENCES = 16  # in a batch, at most
@@ -88,12 +90,9 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
             usual = [as_trained(form, product[0], *s, bias) for product, s in zip(products, sets)]
             added = bias if form == "forward" else None
             others = list(zip(*(library.calls(*product, added) for product in products)))
-            if not others:
-                raise RuntimeError(NO_ALGORITHM)
-            each = [ms_or_never(run, pair) for pair in others]
-            best = each.index(min(each))
-            # the minimum of many times is low partly by chance: it is measured again, beside the trainer's call
-            (ms, spread), (best_ms, _) = measure(run, *usual), measure(run, *others[best])
+            each, best = times_of(run, others)
+            # the minimum of many times is low partly by chance: it is measured again, in turn with the trainer's call
+            (ms, spread), (best_ms, _) = measure_in_turn(run, usual, others[best])
             row = {"model": model, "matmul": matmul, "which": form, "rows, in, out": f"{n}, {inner}, {outer}", "ms": ms, "spread": spread}
             row |= {"of matmul": run.share(2 * n * inner * outer / ms / 1e9, "bf16"), "first ms": each[0], "best ms": best_ms}
             row |= {"best of": f"{best + 1} of {len(each)}", "best/ms": best_ms / ms}
@@ -103,8 +102,18 @@ def measure_matmul(run, record, model, matmul, n, inner, outer, times) -> list[d
     return rows
 
 
+def times_of(run, algorithms) -> tuple[list[float], int]:
+    """Milliseconds of each of the algorithms, which are calls on several sets of inputs, and the place of the fastest.
+
+    Those that the library proposes and then refuses to launch take forever. Raises RuntimeError where none is left.
+    """
+    each = [ms_or_never(run, calls) for calls in algorithms]
+    if min(each, default=inf) == inf:
+        raise RuntimeError(NO_ALGORITHM)
+    return each, each.index(min(each))
+
+
 def ms_or_never(run, calls) -> float:
-    """Milliseconds of an algorithm; infinity for one that the library proposes and then refuses to launch."""
     try:
         return measure(run, *calls)[0]
     except RuntimeError:
@@ -141,25 +150,26 @@ def residual_fusion(run, record):
         C, T = config.channels, run.sizes.T
         for matmul, inner in while_time(run, record, (("attproj", C), ("fcproj", 4 * C)), 5, name=lambda m: f"{name} {m[0]}"):
             with attempt(record, f"{name} {matmul}"):
-                sets = [projection(run, ops, library, B, T, C, inner) for _ in range(2)]
-                fused, separate, written = zip(*sets)
-                (fused_ms, spread), (ms, _) = measure(run, *fused), measure(run, *separate)
+                products, fused, separate, written = zip(*(projection(run, ops, library, B, T, C, inner) for _ in range(2)))
+                _, best = times_of(run, zip(*products))
+                fused = [partial(with_norm, multiply[best]) for with_norm, multiply in zip(fused, products)]
+                (fused_ms, spread), (ms, _) = measure_in_turn(run, fused, separate)
                 row = {"model": f"{name} -b {B}", "matmul": matmul, "fused ms": fused_ms, "spread": spread, "separate ms": ms}
                 row |= {"fused/separate": fused_ms / ms, "relative difference": max(starmap(relative_difference, written[0]))}
                 table(record, "").append(row)
 
 
 def projection(run, ops, library, B, T, C, inner):
-    """(fused, separate, pairs of the outputs that these two write): two calls on the same inputs."""
+    """(products, fused, separate, pairs of the outputs that these two write): two calls on the same inputs.
+
+    products: calls that multiply and add, one for each algorithm; fused takes one of them.
+    """
     x, w, residual, bias = run.random(B, T, inner), run.random(C, inner, scale=inner**-0.5), run.random(B, T, C), run.random(C)
     lnw, lnb = run.random(C), run.random(C)
     ours, usual = ([run.random(B, T, C), run.random(B, T, C), *(torch.empty(B, T, device=x.device) for _ in range(2))] for _ in range(2))
-    found = library.calls(ours[0].view(-1, C), x.view(-1, inner), w.t(), bias, residual.view(-1, C))
-    multiply = next((call for call in found if ms_or_never(run, [call]) < inf), None)  # not all can add another tensor than out
-    if multiply is None:
-        raise RuntimeError(NO_ALGORITHM)
+    products = library.calls(ours[0].view(-1, C), x.view(-1, inner), w.t(), bias, residual.view(-1, C))
 
-    def fused():
+    def fused(multiply):
         multiply()
         stream, *rest = ours
         ops.layernorm_forward(*rest, stream, lnw, lnb, {})
@@ -169,4 +179,4 @@ def projection(run, ops, library, B, T, C, inner):
         matmul_forward(stream, x, w, bias)
         ops.residual_layernorm_forward(stream, *rest, residual, lnw, lnb, {})
 
-    return fused, separate, list(zip(ours, usual))
+    return products, fused, separate, list(zip(ours, usual))

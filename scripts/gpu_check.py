@@ -37,6 +37,9 @@ from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_
 from scripts.gpu_report import markdown, print_summary
 
 
+START_SECONDS = 15  # that a new process takes until its own clock runs
+
+
 class Run:
     """One check: the device, the sizes, the clock, what later sections need from earlier ones, and the report so far."""
 
@@ -182,13 +185,13 @@ def continue_in_new_process(run, section, rest):
     run.report["sections"][section.name]["notes"].append("the device stopped answering here; what follows ran in a new process")
     if not rest:
         return
-    prefix = run.prefix.with_name(run.prefix.name + "_rest")
+    prefix, minutes = run.prefix.with_name(run.prefix.name + "_rest"), max(0.1, (run.left() - START_SECONDS) / 60)
     command = [sys.executable, __file__, "--only", "ceilings", *(s.name for s in rest), "--output", prefix]
-    command += ["--minutes", f"{max(0.1, run.left() / 60):.2f}", "--kernels", "torch" if section.name == "steps" else run.args.kernels]
+    command += ["--minutes", f"{minutes:.2f}", "--kernels", "torch" if section.name == "steps" else run.args.kernels]
     command += [] if run.args.tune is None else ["--tune", *run.args.tune]
     command += ["--dry-run"] * run.dry + ["--llmc", run.args.llmc] * bool(run.args.llmc)
     try:
-        subprocess.run(command, stdout=subprocess.DEVNULL, timeout=max(10, run.left() + 30))
+        subprocess.run(command, stdout=subprocess.DEVNULL, timeout=max(10, run.left() + 10))
     except subprocess.TimeoutExpired:
         pass
     report, text = files_of(prefix)

@@ -5,6 +5,7 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import quantiles
 
@@ -174,13 +175,19 @@ def measure(run, *calls) -> tuple[float, float]:
 
     Sets are so large that nothing of a set is left in the cache when its turn comes.
     """
-    for call in calls * run.sizes.warmup:
+    return measure_in_turn(run, calls)[0]
+
+
+def measure_in_turn(run, *operations) -> list[tuple[float, float]]:
+    """The same of several operations, each of them such calls. They take turns, so that a drift of the card's clocks affects all alike."""
+    for call in chain.from_iterable(operations * run.sizes.warmup):
         call()
     run.backend.synchronize()
-    times, enough = [], time.monotonic() + 1.0
-    while len(times) < run.sizes.repeats and (len(times) < 4 or time.monotonic() < enough):
-        times += time_each(run.backend, calls)
-    return summarize(times)
+    times, enough = [[] for _ in operations], time.monotonic() + len(operations)
+    while len(times[-1]) < run.sizes.repeats and (len(times[-1]) < 4 or time.monotonic() < enough):
+        for calls, of_one in zip(operations, times):
+            of_one += time_each(run.backend, calls)
+    return [summarize(of_one) for of_one in times]
 
 
 def summarize(times) -> tuple[float, float]:

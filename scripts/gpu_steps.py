@@ -33,8 +33,8 @@ from scripts.gpu_common import (
     BF16, FP32, REPO, Skip, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
 )  # fmt: skip
 
-TEST_FILES = tuple(f"tests/test_{name}.py" for name in ("cuda", "cublaslt", "kernels", "triton_attention", "matmul_fp8"))
-TEST_SECONDS, TEST_SHARE = 150, 0.3  # limits of the tests: seconds, and share of the time left; neither applies if only tests are asked for
+TEST_FILES = tuple(f"tests/test_{name}.py" for name in "cuda cublaslt kernels triton_attention matmul_fp8 async_checkpoint".split())
+TEST_SECONDS, TEST_SHARE = 150, 0.3  # limits of the tests: seconds, and share of the time left; neither applies if nothing else takes time
 TEST_REPORT_SECONDS = 20  # that pytest may take to end once it is interrupted
 STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, shown in the summary
 EAGER = "-r 0, without graphs"
@@ -110,7 +110,7 @@ def tests(run, record):
         run.summary["tests"] = f"{len(names)} collected"
         return
     processes = max(1, min(8, own_processors() // 2))
-    alone = set(run.args.only or ()) == {"tests"}
+    alone = {"tests"} <= set(run.args.only or ()) <= {"facts", "tests"}
     limit = run.left() - TEST_REPORT_SECONDS if alone else min(TEST_SECONDS, TEST_SHARE * run.left())
     texts = pytest_outputs([["-v", "--tb=short", *names[i::processes]] for i in range(processes)], limit)
     record["notes"].append(f'pytest -m "gpu or kernels" {" ".join(files)}, in {processes} processes at once, stopped after {limit:.0f} s')
@@ -310,7 +310,7 @@ def more_steps(run, record):
 
 def larger(run, record):
     """Each model at the largest batch that fits: at -r 0 if the batch is no smaller for it, else at -r 2. Each runs as it is and, where
-    possible, with GELU's gradient inside a matmul, and in FP8."""
+    possible, with GELU's gradient inside a matmul, and in FP8; and as it is again, which shows how far the card's clocks have drifted."""
     for name, config, batches in while_time(run, record, run.sizes.larger, 40, name=lambda x: x[0]):
         largest_step(run, record, name, config, batches)
         others = (("-ge 3", {"gelu_fusion": 3}, "" if run.cuda else NO_CUDA), ("--matmul fp8", {"matmul": "fp8"}, why_no_fp8(run)))
@@ -319,6 +319,8 @@ def larger(run, record):
                 record["not_run"].append(f"{name} {flags}: {why_not}")
             else:
                 largest_step(run, record, name, config, batches, flags, **forms)
+        if run.cuda:
+            largest_step(run, record, name, config, batches, "again")
 
 
 def largest_step(run, record, name, config, batches, flags="", **forms):

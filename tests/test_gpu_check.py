@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, cycle
@@ -24,7 +25,7 @@ from llmc.config import config_from_descriptor
 from llmc.data.shards import open_shard
 from llmc.graphs import Graphs
 from llmc.layers.matmul import matmul_dweight
-from scripts import gpu_algorithms, gpu_check, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
+from scripts import gpu_algorithms, gpu_check, gpu_common, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
 from scripts.gpu_kernels import CALLS, FORWARD, KERNELS, KEYS, QUERIES, STAGED, Room, evaluate, letters
@@ -323,6 +324,7 @@ def test_larger_models_run_with_every_flag_that_may_make_them_faster(run, monkey
     run.cuda, run.kernels, record = True, "triton", new_record("")
     gpu_steps.larger(run, record)
     assert [row["run"] for row in record["tables"][""]][:3] == [f"tiny -b 2 -r 0{more}" for more in ("", " -ge 3", " --matmul fp8")]
+    assert [row["run"] for row in record["tables"][""]][3] == "tiny -b 2 -r 0 again"
     assert not record["not_run"] and not record["errors"]
 
 
@@ -427,6 +429,18 @@ def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_co
     assert [where for where, same in found.items() if same is None] == [(name, "forward") for name in ("qkv", "attproj", "fc", "fcproj")]
 
 
+def take_in_turn(monkeypatch, times):
+    """gpu_algorithms runs what it measures once, and takes these for the milliseconds, in the order in which it asks."""
+
+    def measure_in_turn(run, *operations):
+        for call in chain.from_iterable(operations):
+            call()
+        return [(next(times), 0.125) for _ in operations]
+
+    monkeypatch.setattr(gpu_algorithms, "measure_in_turn", measure_in_turn)
+    monkeypatch.setattr(gpu_algorithms, "measure", lambda run, *calls: measure_in_turn(run, calls)[0])
+
+
 def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, monkeypatch):
     """The second of three is the fastest here; measured again, it is faster than the trainer's in all but the first matmul, by as much as
     times are spread, and the second."""
@@ -442,16 +456,9 @@ def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, mo
             return [partial(multiply, factor) for factor in (2, 1, 3)]
 
     # of each matmul and form the three algorithms', the trainer's and the best one's again
-    times = chain((3.0, 1.0, 2.0, 1.0, 0.9), (3.0, 1.0, 2.0, 4.0, 4.5), cycle((3.0, 1.0, 2.0, 4.0, 2.0)))
-
-    def measure(run, *calls):
-        for call in calls:
-            call()
-        return next(times), 0.125
-
+    take_in_turn(monkeypatch, chain((3.0, 1.0, 2.0, 1.0, 0.9), (3.0, 1.0, 2.0, 4.0, 4.5), cycle((3.0, 1.0, 2.0, 4.0, 2.0))))
     monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
     monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
-    monkeypatch.setattr(gpu_algorithms, "measure", measure)
     run.cuda, record = True, new_record("")
     with torch.no_grad():
         gpu_algorithms.algorithms(run, record)
@@ -473,12 +480,16 @@ def test_a_projection_that_adds_to_the_stream_is_measured_beside_the_passes_it_r
             pass
 
         def calls(self, out, left, right, bias, added):
-            return [lambda: out.copy_((left @ right).float() + bias + added)]
+            """One that adds nothing, one that is right, and one that cannot add another tensor than out."""
 
-    times = cycle((3.0, 4.0))
+            def refuse():
+                raise RuntimeError("cublasLtMatmul failed")
+
+            return [lambda: out.copy_(left @ right), lambda: out.copy_((left @ right).float() + bias + added), refuse]
+
+    take_in_turn(monkeypatch, cycle((2.0, 1.0, 3.0, 4.0)))
     monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
     monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
-    monkeypatch.setattr(gpu_algorithms, "measure", lambda run, *calls: ([call() for call in calls] and next(times), 0.125))
     run.cuda, run.kernels, record = True, "triton", new_record("")
     with torch.no_grad():
         gpu_algorithms.residual_fusion(run, record)
@@ -770,6 +781,32 @@ def test_some_sections_have_a_report_of_their_own(monkeypatch, tmp_path):
 
 
 # ---- what pytest and the profiler say
+
+
+@pytest.mark.parametrize("only, seconds", [(["facts", "tests"], 280), (["tests"], 280), (["tests", "steps"], 90), (None, 90)])
+def test_where_little_else_runs_tests_have_the_whole_time(run, monkeypatch, only, seconds):
+    """But for what pytest takes to report; else a share of it."""
+    limits = iter([60, seconds])
+
+    def outputs(lists, limit):
+        assert round(limit) == next(limits)
+        return ["tests/test_cuda.py::test_one\n"]
+
+    monkeypatch.setattr(gpu_steps, "pytest_outputs", outputs)
+    run.dry, run.args.only, run.deadline = False, only, time.monotonic() + 300
+    gpu_steps.tests(run, new_record(""))
+    assert next(limits, None) is None
+
+
+def test_operations_take_turns(run, monkeypatch):
+    """Also where one takes another's time away."""
+    order = []
+    monkeypatch.setattr(gpu_common, "time_each", lambda backend, calls: [call() for call in calls])
+    operations = [[lambda i=i: order.append(i) or float(10 * i)] * 2 for i in (1, 2, 3)]
+    assert [ms for ms, _ in gpu_common.measure_in_turn(run, *operations)] == [10.0, 20.0, 30.0]
+    warmup, rounds = 2 * run.sizes.warmup, [1, 1, 2, 2, 3, 3]
+    assert sorted(order[: 3 * warmup]) == [i for i in (1, 2, 3) for _ in range(warmup)]
+    assert order[3 * warmup :] == rounds * ((len(order) - 3 * warmup) // 6) and len(order) > 3 * warmup
 
 
 def test_pytest_is_read_test_by_test(tmp_path):

@@ -424,8 +424,11 @@ def test_layernorm_backward(kernels, B, T, C, dtype, P, accumulate):
 @shapes
 @accumulates
 def test_layernorm_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s(kernels, B, T, C, accumulate):
-    """Of the same numbers, widened; what goes on down the stream is that, rounded. On a card a thread loads more numbers at a time of bf16,
-    so the sum over a row has another order there.
+    """Of the same numbers, widened; what goes on down the stream is that, rounded.
+
+    On a card a thread loads more numbers at a time of bf16, and fp32 has more warps, so sums over a row and over rows have other orders
+    there: a number of the stream may be rounded to its neighbour, up to 2^-7 away, and sums over rows, small ones too, are off by
+    roundings of partial sums as large as the largest of them.
     """
     inp, weight, _ = layernorm_case(B, T, C, BF16)
     dout, dresidual = noise(B, T, C, dtype=BF16, seed=4), noise(B, T, C, dtype=BF16, seed=5)
@@ -438,8 +441,10 @@ def test_layernorm_backward_into_fp32_gradients_has_the_bits_of_an_fp32_model_s(
         runs.append([stream.bfloat16(), *sums])
     if DEVICE == "cpu":
         assert all(same_bits(a, b) for a, b in zip(*runs))
-    for bf16, fp32 in zip(*runs):
-        torch.testing.assert_close(bf16, fp32, rtol=2**-8 if bf16.dtype == BF16 else 2**-20, atol=1e-6)
+    (stream, *sums), (wide_stream, *wide_sums) = runs
+    torch.testing.assert_close(stream, wide_stream, rtol=2**-7, atol=1e-6)
+    for ours, wide in zip(sums, wide_sums):
+        torch.testing.assert_close(ours, wide, rtol=0, atol=2**-22 * wide.abs().max().item())
 
 
 @dtypes

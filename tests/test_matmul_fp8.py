@@ -165,6 +165,29 @@ def test_matmuls_multiply_what_their_operands_say(kernels):
     assert 0.005 < relative < 0.05  # it is FP8, and no more than that
 
 
+@pytest.mark.kernels
+def test_sums_of_a_weight_s_gradient_are_rounded_to_bf16_once():
+    """Over many rows a library may split them. Already of two parts that were rounded first, a fifth of the sums would be others."""
+    rows, C, OC = 8192, 32, 48
+    inp, dout = (noise(rows, n, dtype=BF16, seed=n).to(DEVICE) for n in (C, OC))
+    ops = fp8_matmuls("triton" if DEVICE == "cuda" else "torch")
+    shapes = {"fp8_inp": (rows, C), "fp8_dout": (2, rows, OC)}
+    acts = {name: torch.empty(shape, dtype=torch.uint8, device=DEVICE) for name, shape in shapes.items()}
+    acts |= {name: unwritten(n).to(DEVICE) for name, n in {"fp8_partials": 64, "fp8_inp_scale": 1, "fp8_dout_scale": 1}.items()}
+    ops["matmul_dout"](dout, acts)
+    narrow, wide = (unwritten(OC, C, dtype=dtype).to(DEVICE) for dtype in (BF16, FP32))
+    for dweight in (narrow, wide):
+        ops["matmul_dweight"](dweight, dout, inp, accumulate=False, room=acts)
+    halves = torch.stack([dy.float().t() @ x.float() for dy, x in zip(dout.chunk(2), inp.chunk(2))])
+    assert off(halves.bfloat16().float().sum(0), halves.sum(0)) > 0.2
+    assert off(narrow, wide) < 0.1  # for fp32 the library may add up in another order, which is off in few
+
+
+def off(ours, sums):
+    """The share of elements that are not the sums, rounded to bf16."""
+    return (ours.bfloat16() != sums.bfloat16()).float().mean().item()
+
+
 def test_without_a_room_they_are_bf16_s():
     """As the classifier has them."""
     ops, inp, weight, dout = fp8_matmuls("torch"), noise(R, C, dtype=BF16), noise(OC, C, dtype=BF16), noise(R, OC, dtype=BF16)
@@ -208,6 +231,7 @@ def one_step(model):
     return [loss, norm.item(), *map(raw, gradients.values()), *map(raw, model.flat.values())]
 
 
+@pytest.mark.kernels
 def test_every_recompute_level_gives_the_same_bits():
     """Of losses, gradients of two micro-steps, weights and moments; and the same where no two activations share a byte."""
     baseline = one_step(build_sized(matmul="fp8", recompute=0))
