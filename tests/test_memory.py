@@ -24,7 +24,7 @@ from llmc.memory.tables import num_parameters
 from llmc.request import plan_options, settle_kernels
 from llmc.units import MIB
 
-WIDE = ModelConfig(max_seq_len=256, vocab_size=96, num_layers=6, num_heads=2, channels=128, padded_vocab_size=128)
+WIDE = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=6, num_heads=2, channels=64, padded_vocab_size=128)
 PHASES = ["build", "first step", "evaluation", "HellaSwag", "sampling", "checkpoint", "resume", "end"]
 
 
@@ -52,8 +52,8 @@ def program(case, precision, folder, *more):
 
 # fp32 at level 0 keeps everything; bf16 at level 2, with a state that is converted on its way to the files and back
 @pytest.mark.parametrize("precision, flags", [
-    ("fp32", "-b 56 -t 256 -r 0"),
-    ("bf16", "-b 168 -t 256 -r 2 --master bits16 --optimizer-state bf16 -h 1"),
+    ("fp32", "-b 448 -t 64 -r 0"),
+    ("bf16", "-b 1344 -t 64 -r 2 --master bits16 --optimizer-state bf16 -h 1"),
 ])  # fmt: skip
 def test_every_phase_of_a_run_stays_within_5_percent_of_the_plan(case, tmp_path, precision, flags):
     """Train, evaluate, score, sample, save, resume: the peak of the process over what it held before the first arena.
@@ -135,7 +135,7 @@ sys.exit(train_gpt2.main(sys.argv[1:]))
 
 def test_memory_that_runs_out_in_a_step_after_all_is_one_message_with_ways_out(case):
     """The allocator really refuses. One sentence, the plan's table, three ways to fit as flags; exit code 3, no traceback."""
-    flags = "-b 256 -t 256 -r 1"
+    flags = "-b 1280 -t 64 -r 1"
     data = ["-i", case / "long.bin", "-j", case / "long.bin", "-e", case / "bf16.bin"]
     words = [*data, *flags.split(), *"--device cpu --threads 1 -v 0 -s 0 -x 1".split()]
     done = subprocess.run([sys.executable, "-c", LIMITED, *map(str, words)], capture_output=True, text=True, cwd=REPO)
