@@ -1,5 +1,5 @@
 # make train      prepare a corpus and watch a small GPT-2 learn it
-# make test       the tests; JOBS=2 of them at a time
+# make test       the tests; JOBS=3 of them at a time
 # make test-dist  those of several ranks alone
 # make test-gpu   the tests that need a CUDA device, kernels compiled for it
 # make gpu-check  those tests, every kernel, training steps and torch.compile beside them, as one report
@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-JOBS   ?= 2
+JOBS   ?= 3
 TORCH  ?= $(if $(wildcard /dev/nvidiactl /usr/lib/wsl/lib/libcuda.so.1),torch>=2.11,torch==2.13.0)
 
 python := $(VENV)/bin/python
@@ -27,7 +27,7 @@ ranks  := async_checkpoint failure group parts_program place ranks remainder ren
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
 
-# a process per core, one thread each, and every file in one process: some files start ranks that share what a fixture made. In the order of
+# one thread each, and one process more than two cores, as some only wait for ranks; every file in one process: some files start ranks that share what a fixture made. In the order of
 # tests/conftest.py, long files first; pytest-xdist's own is by the number of tests
 workers := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

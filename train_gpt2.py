@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -47,7 +48,7 @@ from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
 from llmc.kernels import other_matmuls
-from llmc.kernels_cpu import compile_kernels
+from llmc.kernels_cpu import compile_kernels, told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.choose import in_mib
 from llmc.memory.plan import Plan
@@ -188,6 +189,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
+    until_end.enter_context(told_when_compiling(partial(print, flush=True)))
     with told(world):
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there

@@ -220,10 +220,12 @@ def test_a_row_that_is_streamed_past_the_caches_has_the_bits_of_one_that_is_not(
 
 RUN = """
 import torch
-from llmc.kernels_cpu import why_no_cpu_kernels
+from llmc.kernels_cpu import told_when_compiling, why_no_cpu_kernels
 from llmc.kernels_cpu.global_norm import _global_norm as kernel
 
-print(why_no_cpu_kernels() or (sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values())))
+with told_when_compiling(print):
+    why_not = why_no_cpu_kernels()
+print(why_not or (sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values())))
 """
 
 
@@ -234,20 +236,32 @@ def test_compiled_kernels_are_kept_until_any_of_their_sources_changes_or_not_at_
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
     environment |= {"HOME": nowhere, "XDG_CACHE_HOME": nowhere, "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def hits_and_misses():
+    def said():
         done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return done.stdout.splitlines()
 
-    assert hits_and_misses() == "(0, 1)"
-    assert hits_and_misses() == "(1, 0)"
+    compiled = ["compiling kernels for this processor, which may take a minute", "(0, 1)"]
+    assert said() == compiled
+    assert said() == ["(1, 0)"]
     with open(package / "door.py", "a") as file:
         file.write("# changed\n")
-    assert hits_and_misses() == "(0, 1)"
+    assert said() == compiled
     shutil.rmtree(package / "__pycache__")
     (package / "__pycache__").touch()
     (tmp_path / "file").touch()
-    assert hits_and_misses() == "(0, 1)"
+    assert said() == compiled
+
+
+def test_that_kernels_are_compiled_is_told_once_and_to_whoever_listens():
+    said = []
+    llmc.kernels_cpu.compiling()
+    with llmc.kernels_cpu.told_when_compiling(said.append):
+        assert not said
+        for _ in range(2):
+            llmc.kernels_cpu.compiling()
+    llmc.kernels_cpu.compiling()
+    assert len(said) == 1
 
 
 KEEP = """

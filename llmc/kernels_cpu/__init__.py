@@ -5,6 +5,7 @@ without it trains with the torch operations.
 """
 
 import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -37,6 +38,28 @@ def launch_problem() -> str:
     except Exception as error:
         return f"numba's kernels do not run here: {lines_of(error)[-1]}"
     return ""
+
+
+_say = None  # of told_when_compiling
+
+
+@contextmanager
+def told_when_compiling(say):
+    """Inside, say(a sentence) is called before a kernel is compiled, once. For kernels that are found on disk it is not called."""
+    global _say
+    _say = say
+    try:
+        yield
+    finally:
+        _say = None
+
+
+def compiling():
+    """The compiler calls this before each kernel."""
+    global _say
+    if _say:
+        _say("compiling kernels for this processor, which may take a minute")
+        _say = None
 
 
 TINY = ModelConfig(max_seq_len=4, vocab_size=16, num_layers=2, num_heads=1, channels=16, padded_vocab_size=16)

@@ -20,6 +20,7 @@ from numba.core.environment import lookup_environment
 from numba.core.typed_passes import ParforPreLoweringPass
 from numba.parfors.parfor import Parfor
 
+from llmc.kernels_cpu import compiling
 from llmc.processor import cpu_has_amx
 
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # seconds that another process may compile a kernel before it counts as hung; between looks
@@ -121,6 +122,7 @@ class KernelCompiler(CompilerBase):
         return [passes]
 
     def compile_extra(self, function):
+        compiling()
         collects = gc.isenabled()
         gc.disable()  # the compiler makes millions of objects, and looking for unused ones takes an eighth of its time
         try:
