@@ -27,8 +27,8 @@ ranks  := async_checkpoint failure group parts_program place ranks remainder ren
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
 
-# one thread each, and one process more than two cores, as some only wait for ranks; every file in one process: some files start ranks that share what a fixture made. In the order of
-# tests/conftest.py, long files first; pytest-xdist's own is by the number of tests
+# one thread each, and one process more than two cores, as some only wait for ranks; every file in one process: some files start ranks
+# that share what a fixture made. In the order of tests/conftest.py, long files first; pytest-xdist's own is by the number of tests
 workers := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-test
