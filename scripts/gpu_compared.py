@@ -117,7 +117,7 @@ def small_batches(run, record):
             steps = {} if why else {"graph": our_step(run, s.config, B, s.T)[0]}
             steps["eager"] = our_step(run, s.config, B, s.T, graphs=False)[0]
             theirs, how = torch_step(run, record, s.config, B, s.T)
-            measured = measure_in_turn(run, steps | {how_named(how): theirs})
+            measured = measure_steps_in_turn(run, steps | {how_named(how): theirs})
             table(record, "").extend(small_rows(B, s.T, measured, how_named(how)))
     record["notes"] += [
         "ratio is a step's time over PyTorch's: below 1, ours is faster. The goal at -b 4 is a ratio of at most 0.67 with graphs",
@@ -129,7 +129,7 @@ def how_named(how) -> str:
     return "torch.compile" if how == "torch.compile" else f"plain PyTorch, {how}"
 
 
-def measure_in_turn(run, steps: dict) -> dict:
+def measure_steps_in_turn(run, steps: dict) -> dict:
     """Name -> (median ms, spread, last loss) of steps that take turns, so that a drift of the card's clocks affects all alike."""
     times, losses = {name: [] for name in steps}, {}
     for step in steps.values():
