@@ -7,6 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+# before torch is imported: threads that wait for one another sleep at once. Tests beside each other have fewer cores than threads, and one
+# that spins keeps a core from the one it waits for
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 REPO = Path(__file__).resolve().parent.parent

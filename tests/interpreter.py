@@ -9,7 +9,8 @@ import torch
 @pytest.fixture(autouse=True)
 def quick_interpreter(monkeypatch):
     """It patches triton.language for a kernel, and anew at every call of a helper, which is half of its time: once will do. A third of
-    the rest are checks for overflow whose outcome it only asks for in debug mode."""
+    the rest are checks for overflow whose outcome it only asks for in debug mode. And a tenth goes into numpy's name of a type, for which
+    it makes a table of all types each time."""
     if torch.cuda.is_available() or find_spec("triton") is None:
         return
     from triton.runtime import interpreter
@@ -23,7 +24,15 @@ def quick_interpreter(monkeypatch):
         patched.add(module)
         return plain(self, *args, **kwargs)
 
+    plain_np_dtype, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(type):
+        if type.name not in known:
+            known[type.name] = plain_np_dtype(type)
+        return known[type.name]
+
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
 
 

@@ -21,6 +21,7 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS
+from llmc.processor import likely_matmul
 from llmc.rand import XorShift
 from llmc.units import MIB
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
@@ -584,9 +585,9 @@ def test_token_losses_are_each_position_s_own(precision):
 
 @precisions
 def test_memory_is_flat_after_the_first_step(precision):
-    """Twenty more steps, evaluations and samples leave resident memory where it was."""
+    """Twenty more steps, evaluations and samples leave resident memory where it was. Matmuls are those of a run on this processor."""
     config = ModelConfig(max_seq_len=64, vocab_size=1000, num_layers=3, num_heads=4, channels=128, padded_vocab_size=1024)
-    model = build(config, precision, B=4, T=64)
+    model = build(config, precision, B=4, T=64, matmul=likely_matmul("auto", "cpu", precision, "torch"))
 
     def turn(step):
         train_step(model, step, 2)
