@@ -24,7 +24,7 @@ import torch
 
 pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU: python -m pip install numba", exc_type=ImportError)
 
-from numba import njit
+from numba import njit, typeof
 from numba.core.codegen import JITCodeLibrary
 from numba.core.errors import NumbaError
 from numba.core.registry import cpu_target
@@ -42,7 +42,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
-    CONFIG, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
+    CONFIG, precisions, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
     test_a_weight_that_is_nan_stays_one, test_adamw_clips_as_torch_does_whatever_the_norm,
     test_adamw_has_torch_s_bits_in_every_form_step_after_step, test_adamw_of_shares_has_the_bits_of_the_whole_tensors,
     test_adamw_leaves_the_rest_of_the_arenas_alone,
@@ -262,6 +262,23 @@ def test_that_kernels_are_compiled_is_told_once_and_to_whoever_listens():
             llmc.kernels_cpu.compiling()
     llmc.kernels_cpu.compiling()
     assert len(said) == 1
+
+
+@precisions
+def test_a_rehearsal_without_kernels_names_those_of_one_with_them(precision, monkeypatch):
+    """In the same order, with the same types: so all can be compiled beforehand."""
+    launched, launch = [], door.launch
+
+    def counted(kernel, *args):
+        launched.append((kernel, tuple(map(typeof, args))))
+        launch(kernel, *args)
+
+    options = PlanOptions(llmc.kernels_cpu.TINY, 1, 4, precision, kernels="numba", recompute=2, sample_length=1)
+    with door.noted() as noted:
+        llmc.kernels_cpu._rehearse(options)
+    monkeypatch.setattr(door, "launch", counted)
+    llmc.kernels_cpu._rehearse(options)
+    assert noted == launched and len(set(noted)) > 10
 
 
 KEEP = """

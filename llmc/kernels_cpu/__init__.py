@@ -68,13 +68,22 @@ TINY = ModelConfig(max_seq_len=4, vocab_size=16, num_layers=2, num_heads=1, chan
 def compile_kernels(options) -> None:
     """Compile, or load from numba's cache, every kernel that a model of these options calls.
 
-    A tiny model with the same options is trained for that. So the first step takes no longer than the others, and the compiler's memory is
-    not counted as the model's.
+    A tiny model with the same options is trained for that, first without its kernels to see which they are: on several cores several are
+    compiled at once. So the first step takes no longer than the others, and the compiler's memory is not counted as the model's.
     """
-    _rehearse(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, ranks=1, zero_stage=0, tensor_parallel=1))
+    _compile(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, ranks=1, zero_stage=0, tensor_parallel=1))
 
 
 @cache
+def _compile(options):
+    from llmc.kernels_cpu import beside, door
+
+    with door.noted() as calls:
+        _rehearse(options)
+    beside.compile_beside(calls, door.threads())
+    _rehearse(options)
+
+
 def _rehearse(options):
     import numpy as np
 

@@ -4,6 +4,7 @@ import fcntl
 import gc
 import hashlib
 import os
+import secrets
 import time
 from contextlib import contextmanager
 from functools import cache
@@ -95,11 +96,22 @@ def _parts_of_a_kernel(codegen):
         del codegen._library_class, codegen.set_env
 
 
-@register_pass(mutates_CFG=False, analysis_only=False)
-class _CallBodiesFromKernelsOnly(FunctionPass):
-    """A loop's body has its kernel's options, and would get a wrapper to be called from Python, which nothing does: that is left out."""
+class _Loop(Parfor):
+    """A prange loop whose hash is not its address. numba names the function of its body by that, and two processes of which one is forked
+    from the other, or both from a third, have other things at the same address. Of two bodies of one name, whichever was loaded from disk
+    first would run as both.
+    """
 
-    _name = "call_bodies_from_kernels_only"
+    def __hash__(self):
+        return self.number
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _NameAndCallBodies(FunctionPass):
+    """A loop's body has its kernel's options, and would get a wrapper to be called from Python, which nothing does: that is left out. And
+    it gets a name that no other has, see _Loop."""
+
+    _name = "name_and_call_bodies"
 
     def __init__(self):
         super().__init__()  # numba requires that every pass has this
@@ -109,6 +121,8 @@ class _CallBodiesFromKernelsOnly(FunctionPass):
         for loop in loops:
             loop.flags = loop.flags.copy()
             loop.flags.no_cpython_wrapper = True
+            object.__setattr__(loop, "__class__", _Loop)  # to its own __setattr__ all that is set is an operand
+            loop.number = secrets.randbits(60)
         return False
 
 
@@ -117,7 +131,7 @@ class KernelCompiler(CompilerBase):
 
     def define_pipelines(self):
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.add_pass_after(_CallBodiesFromKernelsOnly, ParforPreLoweringPass)
+        passes.add_pass_after(_NameAndCallBodies, ParforPreLoweringPass)
         passes.finalize()
         return [passes]
 
@@ -202,6 +216,14 @@ class KeptKernels(IndexDataCacheFile):
         if self._lock:
             self._lock.close()
             self._lock = None
+
+
+def is_to_be_kept(kernel, types) -> bool:
+    """Whether code of a kernel for arguments of these types will be kept on disk once it is compiled, and is not there yet."""
+    kept = getattr(kernel._cache, "_cache_file", None)
+    if not isinstance(kept, KeptKernels) or types in kernel.overloads:
+        return False
+    return kernel._cache._index_key(types, kernel.targetctx.codegen()) not in (_or_nothing(kept._load_index) or {})
 
 
 def _or_nothing(read, *args):

@@ -26,15 +26,20 @@ from llmc.layers.rounding import PRIME_Y
 LLVM = llvmlite.binding.llvm_version_info
 LINE = 64  # bytes of a cache line
 _calls = None  # the calls of the recording that is being made, if any
+_noted = None  # the kernels and types of a rehearsal, if there is one
 
 
 def launch(kernel, *args):
-    """Run a kernel on as many threads as torch uses; while recording, add the call to the list instead."""
-    if _calls is None:
+    """Run a kernel on as many threads as torch uses; while recording, or in a rehearsal, add the call to the list instead."""
+    if _calls is None and _noted is None:
         use_threads()
         kernel(*args)
         return
-    compiled = kernel.overloads.get(tuple(map(numba.typeof, args)))
+    types_of_args = tuple(map(numba.typeof, args))
+    if _noted is not None:
+        _noted.append((kernel, types_of_args))
+        return
+    compiled = kernel.overloads.get(types_of_args)
     if compiled is None:
         raise RuntimeError(f"the kernel {kernel.__name__} has not run with such arguments before")
     _calls.append((compiled.entry_point, args))
@@ -49,6 +54,17 @@ def recorded():
         yield _calls
     finally:
         _calls = None
+
+
+@contextmanager
+def noted():
+    """A list to which launches inside are added, as (kernel, types of its arguments), instead of run. What they compute is not there."""
+    global _noted
+    _noted = []
+    try:
+        yield _noted
+    finally:
+        _noted = None
 
 
 def use_threads():
