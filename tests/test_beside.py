@@ -71,7 +71,7 @@ def test_what_a_process_holds_is_not_held_by_those_that_compile_for_it(tmp_path,
 
 
 def test_one_process_or_one_kernel_is_nothing_to_share_out(all_to_be_kept, monkeypatch):
-    monkeypatch.setattr(beside, "forked", lambda: pytest.fail("no other process"))
+    monkeypatch.setattr(beside, "fork", lambda _: pytest.fail("no other process"))
     beside.compile_beside([(Piece(None), 1), (Piece(None), 2)], 1)
     beside.compile_beside([(Piece(None), 1)], 8)
 

@@ -29,12 +29,11 @@ def compile_beside(calls, processes: int) -> None:
     try:
         with suppress(OSError):  # no more processes for this user, or no memory: those that there are go on
             while len(children) < processes:
-                child = forked()
-                if child == 0:
+                if fork(children):
                     _compile_each(work, reading, parent)
-                children.append(child)
-        for child in children:
-            wait_for(child)
+        while children:
+            wait_for(children[-1])
+            children.pop()
     except BaseException:
         for child in children:
             with suppress(ProcessLookupError):
@@ -50,21 +49,24 @@ def wait_for(child: int) -> None:
         os.waitpid(child, 0)
 
 
-def forked() -> int:
-    """os.fork(), after which signals end the child as they would a program that knows nothing of them. Threads of this process that wait
-    for work, as OpenMP's do, are none of the child's, which compiles and runs nothing."""
+def fork(children: list) -> bool:
+    """True in the child; here its number is added to `children`, whatever signal comes meanwhile. Signals end the child as they would a
+    program that knows nothing of them. Threads of this process that wait for work, as OpenMP's do, are none of the child's, which compiles
+    and runs nothing."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads
             child = os.fork()
-        if child == 0:
-            for number in ENDING:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                    signal.signal(number, signal.SIG_DFL)
+        if child:
+            children.append(child)
+            return False
+        for number in ENDING:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, signal.SIG_DFL)
+        return True
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    return child
 
 
 def _compile_each(work, reading, parent):
