@@ -9,7 +9,7 @@ from llmc.kernels_cpu import compiling
 from llmc.kernels_cpu.compiler import is_to_be_kept
 
 ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-MOST_PROCESSES = 4  # the slowest kernel takes a quarter of the time that all take together; and a process takes some 200 MB
+MOST_PROCESSES = 4  # the slowest kernel takes a quarter of the time that all take together; a process takes some 130 MiB
 
 
 def compile_beside(calls, processes: int) -> None:
