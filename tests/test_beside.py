@@ -138,37 +138,24 @@ def test_of_a_process_that_was_killed_no_other_goes_on(tmp_path):
     assert len(list(tmp_path.iterdir())) < 100
 
 
+KERNEL = """
+@door.jit
+def {}(x):
+    for i in door.prange(len(x)):
+        x[i] += {}
+"""
 KERNELS = """
-import sys
 import numba
 import numpy as np
 from llmc.kernels_cpu import beside, door, told_when_compiling
 
 @door.jit
-def one(x):
-    for i in door.prange(len(x)):
-        x[i] += 1
-
-@door.jit
-def two(x):
-    for i in door.prange(len(x)):
-        x[i] += 2
-
-@door.jit
-def four(x):
-    for i in door.prange(len(x)):
-        x[i] += 4
-
-@door.jit
-def eight(x):
-    for i in door.prange(len(x)):
-        x[i] += 8
-
-@door.jit
 def wrong(x):
     for i in door.prange(len(x)):
         x.no_such_name = i
-
+"""
+KERNELS += "".join(KERNEL.format(name, number) for name, number in (("one", 1), ("two", 2), ("four", 4), ("eight", 8)))
+KERNELS += """
 x = np.arange(3.0)
 with told_when_compiling(print):
     with door.noted() as calls:

@@ -24,7 +24,7 @@ import torch
 
 pytest.importorskip("numba", reason="no numba here, and so no kernels for a CPU: python -m pip install numba", exc_type=ImportError)
 
-from numba import njit, typeof
+from numba import njit
 from numba.core.codegen import JITCodeLibrary
 from numba.core.errors import NumbaError
 from numba.core.registry import cpu_target
@@ -270,7 +270,7 @@ def test_a_rehearsal_without_kernels_names_those_of_one_with_them(precision, mon
     launched, launch = [], door.launch
 
     def counted(kernel, *args):
-        launched.append((kernel, tuple(map(typeof, args))))
+        launched.append((kernel, door.types_of(args)))
         launch(kernel, *args)
 
     options = PlanOptions(llmc.kernels_cpu.TINY, 1, 4, precision, kernels="numba", recompute=2, sample_length=1)

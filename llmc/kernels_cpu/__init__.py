@@ -78,9 +78,10 @@ def compile_kernels(options) -> None:
 def _compile(options):
     from llmc.kernels_cpu import beside, door
 
-    with door.noted() as calls:
-        _rehearse(options)
-    beside.compile_beside(calls, door.threads())
+    if door.threads() > 1:
+        with door.noted() as calls:
+            _rehearse(options)
+        beside.compile_beside(calls, door.threads())
     _rehearse(options)
 
 

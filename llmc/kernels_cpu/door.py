@@ -25,46 +25,55 @@ from llmc.layers.rounding import PRIME_Y
 
 LLVM = llvmlite.binding.llvm_version_info
 LINE = 64  # bytes of a cache line
-_calls = None  # the calls of the recording that is being made, if any
-_noted = None  # the kernels and types of a rehearsal, if there is one
+_instead = None  # what is done with a launch instead of running it, if anything
 
 
 def launch(kernel, *args):
-    """Run a kernel on as many threads as torch uses; while recording, or in a rehearsal, add the call to the list instead."""
-    if _calls is None and _noted is None:
-        use_threads()
-        kernel(*args)
+    """Run a kernel on as many threads as torch uses; or else add the call to the list of recorded() or noted()."""
+    if _instead:
+        _instead(kernel, args)
         return
-    types_of_args = tuple(map(numba.typeof, args))
-    if _noted is not None:
-        _noted.append((kernel, types_of_args))
-        return
-    compiled = kernel.overloads.get(types_of_args)
+    use_threads()
+    kernel(*args)
+
+
+@contextmanager
+def _listed(entry):
+    """A list to which launches inside add entry(kernel, args), instead of being run."""
+    global _instead
+    calls = []
+
+    def add(kernel, args):
+        calls.append(entry(kernel, args))
+
+    _instead = add
+    try:
+        yield calls
+    finally:
+        _instead = None
+
+
+def recorded():
+    """A context with a list to which launches are added, as (compiled code, args), instead of run. They have run before with such args."""
+    return _listed(lambda kernel, args: (compiled_code(kernel, args), args))
+
+
+def noted():
+    """A context with a list to which launches are added, as (kernel, types of args), instead of run. What they compute is not there."""
+    return _listed(lambda kernel, args: (kernel, types_of(args)))
+
+
+def types_of(args) -> tuple:
+    """numba's types of a call's arguments."""
+    return tuple(map(numba.typeof, args))
+
+
+def compiled_code(kernel, args):
+    """What a call with these arguments runs, without the dispatch; RuntimeError if there was none before."""
+    compiled = kernel.overloads.get(types_of(args))
     if compiled is None:
         raise RuntimeError(f"the kernel {kernel.__name__} has not run with such arguments before")
-    _calls.append((compiled.entry_point, args))
-
-
-@contextmanager
-def recorded():
-    """A list to which launches inside are added, as (compiled code, args), instead of run. The code has run before with such args."""
-    global _calls
-    _calls = []
-    try:
-        yield _calls
-    finally:
-        _calls = None
-
-
-@contextmanager
-def noted():
-    """A list to which launches inside are added, as (kernel, types of its arguments), instead of run. What they compute is not there."""
-    global _noted
-    _noted = []
-    try:
-        yield _noted
-    finally:
-        _noted = None
+    return compiled.entry_point
 
 
 def use_threads():
