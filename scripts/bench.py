@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""A training step of this trainer against plain PyTorch, the two in turn, in one run.
+"""A training step of this trainer against plain PyTorch, eager or compiled, the two in turn, in one run.
 
     python scripts/bench.py -e d12 -b 4 -t 64                      time, fp32 and bf16
+    python scripts/bench.py -e d12 -b 4 -t 256 --compile           against torch.compile, which takes a minute to compile
     python scripts/bench.py --sweep                                d6 and d12, from 256 to 4096 tokens per step, as a table
     python scripts/bench.py -e d12 -b 8 -t 256 -r 2 --memory       peak memory of each, in a process of its own
 
@@ -61,6 +62,7 @@ def main():
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--matmul", default="auto", help="as in train_gpt2.py [auto]")
+    parser.add_argument("--compile", action="store_true", help="run PyTorch's model under torch.compile, which needs a C++ compiler")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead of time")
     parser.add_argument("--sweep", action="store_true", help="all sizes instead of -b and -t, three steps of each")
     parser.add_argument("--only", choices=("ours", "pytorch"), help="run three steps of one side and print its peak memory")
@@ -127,14 +129,34 @@ def random_batch(args, config):
     return np.random.default_rng(0).integers(0, config.vocab_size, (2, args.batch_size, args.sequence_length))
 
 
+def name_of_pytorch(args) -> str:
+    return "torch.compile" if args.compile else "pytorch"
+
+
+def pytorch_trainer(args, config, precision, backend, batch):
+    """The other side. With --compile it has made a step of this batch, for whose sizes alone it is compiled.
+    Raises UserError if torch.compile cannot compile here."""
+    if not args.compile:
+        return PyTorchTrainer(config, precision, backend.device)
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds
+
+    torch.compiler.reset()  # what was compiled for other sizes would be compiled for varying ones now
+    trainer = PyTorchTrainer(config, precision, backend.device, compiled=True)
+    try:
+        trainer.step(*batch)
+    except TorchDynamoException as error:
+        raise UserError(f"torch.compile cannot compile here: {str(error).splitlines()[0]}; mend that, or leave out --compile") from error
+    return trainer
+
+
 def compare_time(args, backend, precision):
     m = measure_time(args, backend, precision)
     ours, pytorch, peak, flops, ratios = m["ours"], m["pytorch"], m["peak"], m["flops"], m["ratios"]
-    tokens = args.batch_size * args.sequence_length
-    print(f"{precision}: ours {ours * 1e3:.0f} ms, pytorch{' autocast' if precision == 'bf16' else ''} {pytorch * 1e3:.0f} ms, "
+    tokens, name = args.batch_size * args.sequence_length, name_of_pytorch(args)
+    print(f"{precision}: ours {ours * 1e3:.0f} ms, {name}{' autocast' if precision == 'bf16' else ''} {pytorch * 1e3:.0f} ms, "
           f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), {args.steps} steps each")  # fmt: skip
     print(f"{precision}: ours {tokens / ours:.0f} tok/s, {m['ours_share']:.0%} of the measured {peak / 1e12:.2f} TFLOP/s "
-          f"(floor {flops / peak * 1e3:.0f} ms); pytorch {tokens / pytorch:.0f} tok/s, {m['pytorch_share']:.0%}")  # fmt: skip
+          f"(floor {flops / peak * 1e3:.0f} ms); {name} {tokens / pytorch:.0f} tok/s, {m['pytorch_share']:.0%}")  # fmt: skip
 
 
 def measure_time(args, backend, precision, warmup=2) -> dict:
@@ -145,7 +167,7 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
     on_device = torch.from_numpy(tokens).to(backend.device)
     sides = {
         "ours": (OurTrainer(args, config, precision, backend), tokens),
-        "pytorch": (PyTorchTrainer(config, precision, backend.device), on_device),
+        "pytorch": (pytorch_trainer(args, config, precision, backend, on_device), on_device),
     }
     times, peaks = {name: [] for name in sides}, []
     ours = sides["ours"][0].model.plan.options
@@ -175,12 +197,14 @@ def sweep(args, backend, precisions):
     """Print a table of all sizes, of one model or of all; three steps of each at most, as the large ones take many seconds."""
     args.steps, models = min(args.steps, 3), [args.model] if args.model else SWEEP_MODELS
     print(f"-r {args.recompute} on {backend.name}, torch {torch.__version__}; medians of {args.steps} steps, the two in turn")
-    print(f"{'model':<6} {'B':>3} {'T':>5} {'':<5} {'ours ms':>8} {'of matmul peak':>15} {'pytorch ms':>11} {'ours/pytorch':>13}")
+    name = name_of_pytorch(args)
+    print(f"{'model':<6} {'B':>3} {'T':>5} {'':<5} {'ours ms':>8} {'of matmul peak':>15}  {name} ms  ours/{name}")
     for precision in precisions:
         for args.model, (args.batch_size, args.sequence_length) in product(models, SWEEP_SIZES):
             m = measure_time(args, backend, precision)
+            theirs, ratio = f"{m['pytorch'] * 1e3:.0f}", f"{statistics.median(m['ratios']):.3f}"
             print(f"{args.model:<6} {args.batch_size:>3} {args.sequence_length:>5} {precision:<5} {m['ours'] * 1e3:>8.0f} "
-                  f"{m['ours_share']:>15.0%} {m['pytorch'] * 1e3:>11.0f} {statistics.median(m['ratios']):>13.3f}", flush=True)  # fmt: skip
+                  f"{m['ours_share']:>15.0%} {theirs:>{len(name) + 4}} {ratio:>{len(name) + 6}}", flush=True)  # fmt: skip
 
 
 def measure_host_side(args, precision):
@@ -210,9 +234,12 @@ def measure_host_side(args, precision):
 def peak_memory(args, backend, precision) -> str:
     config = config_of(args)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    trainer = OurTrainer(args, config, precision, backend) if args.only == "ours" else PyTorchTrainer(config, precision, backend.device)
     tokens = random_batch(args, config)
-    batch = tokens if args.only == "ours" else torch.from_numpy(tokens).to(backend.device)
+    if args.only == "ours":
+        trainer, batch = OurTrainer(args, config, precision, backend), tokens
+    else:
+        batch = torch.from_numpy(tokens).to(backend.device)
+        trainer = pytorch_trainer(args, config, precision, backend, batch)
     for _ in range(3):
         trainer.step(*batch)
     if backend.kind == "cuda":

@@ -1,0 +1,57 @@
+"""scripts/bench.py: PyTorch's side of the comparison makes the same steps, and says so when it cannot be compiled."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from llmc.backend import open_backend
+from llmc.config import ModelConfig
+from llmc.errors import UserError
+from scripts import bench
+from scripts.bench_pytorch import PyTorchTrainer
+
+CONFIG = ModelConfig(max_seq_len=16, vocab_size=64, padded_vocab_size=64, num_layers=2, num_heads=2, channels=32)
+ARGS = Namespace(model="tiny", batch_size=2, sequence_length=16, recompute=0, kernels="torch", matmul="native", compile=False)
+
+
+def side_by_side():
+    """Our trainer, and PyTorch's with our weights."""
+    backend = open_backend("cpu", 0, True, "native")
+    ours, theirs = bench.OurTrainer(ARGS, CONFIG, "fp32", backend), PyTorchTrainer(CONFIG, "fp32", backend.device)
+    places = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "lnf.weight", "lnfb": "lnf.bias"}
+    layers = ("ln1", "ln2", "qkv", "attproj", "fc", "fcproj")
+    weights = dict(theirs.model.named_parameters())
+    with torch.no_grad():
+        for name, ours_ in ours.model.params.items():
+            if name in places:
+                weights.pop(places[name]).copy_(ours_)
+            else:
+                layer, kind = next((l, name.removeprefix(l)) for l in sorted(layers, key=len, reverse=True) if name.startswith(l))
+                for i, weight in enumerate(ours_):
+                    weights.pop(f"blocks.{i}.{layer}.{'weight' if kind == 'w' else 'bias'}").copy_(weight)
+    assert not weights, f"nothing of ours was copied into {list(weights)}"
+    return ours, theirs
+
+
+def test_both_sides_make_the_same_steps():
+    ours, theirs = side_by_side()
+    tokens = bench.random_batch(ARGS, CONFIG)
+    losses = [(ours.step(*tokens), theirs.step(*torch.from_numpy(tokens))) for _ in range(5)]
+    assert losses[4][0] < losses[0][0] - 0.01, "five steps should learn something, else this test compares nothing but forward passes"
+    for mine, their in losses:
+        assert mine == pytest.approx(their, abs=2e-5)
+
+
+def test_a_machine_that_cannot_compile_is_told_in_one_sentence(monkeypatch):
+    def fails(model):
+        def forward(inputs, targets):
+            raise TorchDynamoException("InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1 for more")
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", fails)
+    args, backend = Namespace(**{**vars(ARGS), "compile": True}), open_backend("cpu", 0, True, "native")
+    with pytest.raises(UserError, match=r"^torch.compile cannot compile here: .*No working C\+\+ compiler found; mend that, or"):
+        bench.pytorch_trainer(args, CONFIG, "fp32", backend, torch.from_numpy(bench.random_batch(args, CONFIG)))
