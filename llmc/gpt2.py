@@ -16,7 +16,6 @@ from llmc.data.order import token_order
 from llmc.distributed.sharing import Alone
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
-from llmc.layers.matmul import matmul_forward
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
@@ -570,7 +569,7 @@ class GPT2:
         """
         a, p = self.acts, self.params
         x, ln, qkvr, atty, fch = (a[f"sample_{n}"] for n in ("residual", "ln", "qkvr", "atty", "fch"))
-        scratch = {"rows": a.get("sample_rows")}
+        scratch, multiply = {"rows": a.get("sample_rows")}, self.ops.matmul_one_row
 
         def norm(weight, bias):
             mean, rstd = a["sample_stats"]
@@ -581,20 +580,20 @@ class GPT2:
         for l, above, cache in zip(self.layers, [*self.layers[1:], self.final], a["kv_cache"]):
             self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
-            matmul_forward(qkvr, ln, l.qkvw, l.qkvb)  # torch's own: for one row every weight is read only once
+            multiply(qkvr, ln, l.qkvw, l.qkvb)
             self.ops.attention_one_row(atty, qkvr, cache, position, self.NH)
-            matmul_forward(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
+            multiply(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
             self.parts.sum_row(ln)
             residual_add_inplace(x, ln)
             norm(l.ln2w, l.ln2b)
-            matmul_forward(fch, ln, l.fcw, l.fcb)
+            multiply(fch, ln, l.fcw, l.fcb)
             self.ops.gelu_forward(fch, fch, scratch)
-            matmul_forward(ln, fch, l.fcprojw, self.parts.bias(l.fcprojb))
+            multiply(ln, fch, l.fcprojw, self.parts.bias(l.fcprojb))
             self.parts.sum_row(ln)
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])
         logits = a["logits"][:1]
-        matmul_forward(logits, ln, p["wte"])
+        multiply(logits, ln, p["wte"])
         return self.parts.whole_row(logits)[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
 
 

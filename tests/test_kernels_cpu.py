@@ -660,6 +660,43 @@ def test_a_nan_stays_in_its_row_of_a_product(dtype, factors):
     assert torch.equal(out.isnan(), spoilt) and (out[~spoilt] == 13).all()
 
 
+one_rows = pytest.mark.parametrize("C, OC", [(1, 1), (13, 70), (768, 131)])
+
+
+def products_of_one_row(C, OC, dtype, numbers):
+    """(inp, weight, bias), and the product with the bias and without."""
+    given = [numbers(*shape).to(dtype) for shape in ((1, C), (OC, C), (OC,))]
+    found = [torch.full((1, OC), nan, dtype=dtype) for _ in range(2)]
+    matmul.matmul_one_row(found[0], *given)
+    matmul.matmul_one_row(found[1], *given[:2])
+    return given, found
+
+
+@one_rows
+@dtypes
+def test_one_row_of_whole_numbers_is_exact(C, OC, dtype):
+    chance = np.random.default_rng(C)
+    (inp, weight, bias), found = products_of_one_row(C, OC, dtype, lambda *shape: torch.from_numpy(chance.integers(-9, 10, shape)))
+    exact = inp.double() @ weight.double().t()
+    assert torch.equal(found[0], (exact + bias).to(dtype)) and torch.equal(found[1], exact.to(dtype))
+
+
+@one_rows
+@dtypes
+def test_one_row_is_as_exact_as_torch_s_and_has_the_same_bits_on_any_number_of_threads(C, OC, dtype):
+    runs = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        chance = torch.Generator().manual_seed(1)
+        given, found = products_of_one_row(C, OC, dtype, lambda *shape: torch.randn(shape, generator=chance))
+        runs.append(found)
+    inp, weight, bias = given
+    exact = bias.double() + inp.double() @ weight.double().t()
+    assert_as_good_as_eager(runs[0][0], torch.addmm(bias, inp, weight.t()), exact)
+    for other in runs[1:]:
+        assert all(same_bits(a, b) for a, b in zip(runs[0], other))
+
+
 def test_a_product_may_begin_anywhere():
     """Also where its rows are whole lines of cache that are not at a line's start."""
     inp, weight = (torch.arange(n * 64).view(n, 64).remainder(m).bfloat16() for n, m in ((40, 5), (96, 7)))

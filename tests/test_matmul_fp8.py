@@ -21,7 +21,7 @@ from whole_steps import raw
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import parse
-from llmc.kernels import fp8_matmuls, fp8_operand_of, matmul_operations
+from llmc.kernels import MATMULS, fp8_matmuls, fp8_operand_of, matmul_operations
 from llmc.layers import matmul
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.ladder import NOT_KEPT
@@ -315,8 +315,10 @@ def test_a_plan_for_a_card_without_it_is_refused():
 
 def test_its_matmuls_have_the_names_and_arguments_of_torch_s():
     """And one more, before a pair of them in backward."""
-    ours = fp8_matmuls("torch")
-    for name, theirs in matmul_operations("native", "torch").items():
+    ours, torchs = fp8_matmuls("torch"), matmul_operations("native", "torch")
+    for name in MATMULS:
         parameters = list(inspect.signature(ours[name]).parameters)
-        assert parameters == [*inspect.signature(theirs).parameters, "fp8_operand"]
-    assert set(ours) - set(matmul_operations("native", "torch")) == {"matmul_dout"}
+        assert parameters == [*inspect.signature(torchs[name]).parameters, "fp8_operand"]
+    assert set(ours) == {*MATMULS, "matmul_dout"}
+    both = matmul_operations("fp8", "torch")
+    assert both["matmul_one_row"] is torchs["matmul_one_row"] and set(both) == {*ours, "matmul_one_row"}

@@ -76,14 +76,13 @@ MATMULS = ("matmul_forward", "matmul_dinput", "matmul_dweight")
 
 
 def matmul_operations(matmul: str, kernels: str) -> dict:
-    """Name -> function, for the matmuls."""
-    if matmul == "fp8":
-        return fp8_matmuls(kernels)
+    """Name -> function, for the matmuls, and for matmul_one_row."""
     if matmul == "numba":
         from llmc.kernels_cpu import matmul as source
     else:
         from llmc.layers import matmul as source
-    return {name: getattr(source, name) for name in MATMULS}
+    functions = {name: getattr(source, name) for name in (*MATMULS, "matmul_one_row")}
+    return functions | (fp8_matmuls(kernels) if matmul == "fp8" else {})
 
 
 def fp8_matmuls(kernels: str) -> dict:

@@ -32,6 +32,11 @@ def matmul_forward(out, inp, weight, bias=None, room=None):
         torch.addmm(bias, rows_of(inp), weight.t(), out=rows_of(out))
 
 
+def matmul_one_row(out, inp, weight, bias=None):
+    """matmul_forward of a single row, as in sampling: out (1, OC), inp (1, C). All it takes is to read each weight once."""
+    matmul_forward(out, inp, weight, bias)
+
+
 def matmul_dinput(dinp, dout, weight, room=None):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C). Cost 2*rows*C*OC FLOP."""
     if room is not None:
