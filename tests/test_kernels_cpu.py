@@ -33,7 +33,7 @@ import llmc.kernels_cpu
 import test_kernels
 from llmc.gpt2 import GPT2
 from llmc.kernels import matmul_operations, other_matmuls
-from llmc.kernels_cpu import compiler, door, matmul, tiles, why_no_cpu_kernels
+from llmc.kernels_cpu import attention, compiler, door, matmul, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.compiler import KeptKernels
 from llmc.kernels_cpu.functions import numba_operations
 from llmc.layers import cpu_attention, torch_operations
@@ -64,7 +64,7 @@ from test_kernels import (  # noqa: F401
     test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise,
     test_updates_of_a_model_have_the_bits_of_the_torch_operations,
 )  # fmt: skip
-from test_layers import dtypes, same_bits
+from test_layers import dtypes, judge_rows, same_bits
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -94,11 +94,12 @@ def as_in_the_program(monkeypatch, plain_torch):
 
 
 def test_kernels_have_the_names_and_arguments_of_the_torch_functions():
-    """Of all but those that a CPU's attention, which sums its bias itself, does not call, and of one row."""
+    """Of all but those that a CPU's attention, which sums its bias itself, does not call. torch's for one row also takes a kind."""
     ours, torchs = numba_operations(), torch_operations() | cpu_attention()
-    assert list(ours) == [name for name in torchs if name not in ("pack_gradients", "matmul_dbias", "attention_one_row")]
+    assert list(ours) == [name for name in torchs if name not in ("pack_gradients", "matmul_dbias")]
     for name, function in ours.items():
-        assert inspect.signature(function) == inspect.signature(torchs[name]), name
+        mine, theirs = (inspect.signature(f).parameters for f in (function, torchs[name]))
+        assert list(mine.values()) == [theirs[argument] for argument in theirs if argument != "kind"], name
 
 
 def test_only_the_door_and_the_compiler_know_numba():
@@ -695,6 +696,29 @@ def test_one_row_is_as_exact_as_torch_s_and_has_the_same_bits_on_any_number_of_t
     assert_as_good_as_eager(runs[0][0], torch.addmm(bias, inp, weight.t()), exact)
     for other in runs[1:]:
         assert all(same_bits(a, b) for a, b in zip(runs[0], other))
+
+
+@dtypes
+@pytest.mark.parametrize("T, C, NH", [(1, 1, 1), (7, 15, 5), (33, 768, 12)])
+def test_attention_row_by_row_over_a_cache_is_the_whole(T, C, NH, dtype):
+    judge_rows(attention.attention_one_row, range(T), T, C, NH, dtype)
+
+
+@dtypes
+def test_one_row_s_scores_may_overflow_an_exponential_and_any_number_of_threads_gives_its_bits(dtype):
+    """Key 2 has by far the highest score, so that its value is the result; or the lowest, so that the other values, all of them 1, are."""
+    C, NH, position, rows = 30, 5, 4, []
+    value = torch.arange(C).remainder(7).to(dtype)
+    qkvr = torch.tensor([100.0, 0, 1]).repeat_interleave(C).to(dtype).view(1, -1)
+    for threads, key in ((1, 100), (3, 100), (1, -100), (3, -100)):
+        torch.set_num_threads(threads)
+        cache, out = torch.zeros(2, position + 1, C, dtype=dtype), torch.full((1, C), nan, dtype=dtype)
+        cache[1] = 1
+        cache[0, 2], cache[1, 2] = key, value
+        attention.attention_one_row(out, qkvr, cache, position, NH)
+        rows.append(out)
+    assert same_bits(rows[0], value.view(1, -1)) and same_bits(rows[0], rows[1])
+    assert torch.equal(rows[2], torch.ones(1, C, dtype=dtype)) and same_bits(rows[2], rows[3])
 
 
 def test_a_product_may_begin_anywhere():

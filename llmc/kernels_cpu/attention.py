@@ -16,8 +16,8 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
 from llmc.kernels_cpu.columns import add_row, finish_columns, zero
 from llmc.kernels_cpu.door import (
-    F0, F1, LINE, LOG2_E, aligned, array, exp2_below_zero, factors, fetch, fma, helper, jit, load, plus, prange, select, shared, sqrt,
-    store,
+    F0, F1, LINE, LOG2_E, aligned, array, dot, exp2_below_zero, factors, fetch, fma, helper, jit, load, plus, prange, select, shared,
+    sqrt, store,
 )  # fmt: skip
 from llmc.kernels_cpu.tiles import (
     LANES, close_tiles, join_factors, multiply, open_tiles, pack_left, pack_right, round_numbers, streams_lines, transpose_rows, values_of,
@@ -231,6 +231,34 @@ def _backward(dqkvr, bias_sums, datty, qkvr, atty, lse, rooms, B, T, NH, HS, wor
         close_tiles(p, shapes)
 
 
+@jit
+def _one_row(out, qkvr, cache, position, cached, NH, HS):
+    """cached: positions that the cache has room for. Its keys come first, then its values."""
+    C, scale = NH * HS, LOG2_E / sqrt(np.float32(HS))
+    for head in prange(NH):
+        first = np.int64(head) * HS
+        keys, values = first, cached * C + first
+        q, total, powers = aligned(HS), aligned(HS), aligned(position + 1)
+        for c in range(HS):
+            store(q, c, load(qkvr, first + c) * scale)
+            store(cache, keys + position * C + c, load(qkvr, C + first + c))
+            store(cache, values + position * C + c, load(qkvr, 2 * C + first + c))
+        highest, weight = LOWEST, F0
+        for key in range(position + 1):
+            score = dot(q, cache, keys + key * C)
+            store(powers, key, score)
+            highest = select(score > highest, score, highest)
+        for key in range(position + 1):
+            store(powers, key, exp2_below_zero(load(powers, key) - highest))
+            weight = plus(weight, load(powers, key))
+        zero(total, 0, HS)
+        for key in range(position + 1):
+            for c in range(HS):
+                store(total, c, fma(load(powers, key), load(cache, values + key * C + c), load(total, c)))
+        for c in range(HS):
+            store(out, first + c, load(total, c) / weight)
+
+
 def attention_forward(atty, lse, qkvr, NH, scratch):
     """Scratch: attention_packed, _scores, _weights, _queries and _block, as in the plan; _left and _sums must exist but are not touched."""
     B, T, C = atty.shape
@@ -246,6 +274,12 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
     tensors = (array(t) for t in (dqkvr, bias, datty, qkvr, atty, lse))
     door.launch(_backward, *tensors, rooms, B, T, NH, C // NH, workers, streams)
     finish_columns([dbias], bias, B, accumulate)
+
+
+def attention_one_row(out, qkvr, cache, position, NH):
+    """All in fp32 until the end: one query does not fill a tile, and every key and value is read once."""
+    C = out.shape[1]
+    door.launch(_one_row, array(out), array(qkvr), array(cache), position, cache.shape[1], NH, C // NH)
 
 
 def _rooms(scratch):

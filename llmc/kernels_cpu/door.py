@@ -400,6 +400,15 @@ def rounding_noise(column, of_row):
     return ixor(n, ishr(n, S17))
 
 
+@helper
+def dot(x, y, first):
+    """The sum of x[i] * y[first + i] over all of x."""
+    total = F0
+    for i in range(len(x)):
+        total = plus(total, load(x, i) * load(y, first + i))
+    return total
+
+
 LOG2_E, TO_WHOLE, LN2_HIGH, LN2_LOW = (np.float32(x) for x in (1.4426950408889634, 12582912.0, 0.693145751953125, 1.428606765330187045e-06))
 E2, E3, E4, E5, E6, E7 = (
     np.float32(x)

@@ -1,7 +1,7 @@
 """The launchers of the kernels, by the names of their counterparts in llmc/layers/."""
 
 from llmc.kernels_cpu.adamw import adamw_update, launch_adamw_update, stage_adamw_update
-from llmc.kernels_cpu.attention import attention_backward, attention_forward
+from llmc.kernels_cpu.attention import attention_backward, attention_forward, attention_one_row
 from llmc.kernels_cpu.encoder import encoder_backward, encoder_forward, launch_encoder_backward, stage_encoder_backward
 from llmc.kernels_cpu.fused_classifier import fused_classifier_inplace
 from llmc.kernels_cpu.gelu import gelu_backward_inplace, gelu_forward
@@ -14,7 +14,7 @@ def numba_operations() -> dict:
     launchers = (
         encoder_forward, encoder_backward, layernorm_forward, residual_layernorm_forward, layernorm_normalize, layernorm_backward,
         gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm, adamw_update,
-        attention_forward, attention_backward,
+        attention_forward, attention_backward, attention_one_row,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}
 

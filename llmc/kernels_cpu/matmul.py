@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, F1, LINE, aligned, array, factors, fetch_to_write, helper, jit, load, plus, prange, shared, store
+from llmc.kernels_cpu.door import F1, LINE, aligned, array, dot, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.tiles import (
     AMX, SMALL, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
     values_of, write_row,
@@ -158,14 +158,6 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room):
     _launch(dweight, None, accumulate, (M, N, inp.numel() // N), (dout, 1, M), (inp, 1, N), room)
 
 
-@helper
-def _product_with_row(x, weight, first):
-    total = F0
-    for c in range(len(x)):
-        total = plus(total, load(x, c) * load(weight, first + c))
-    return total
-
-
 @jit
 def _multiply_one_row(out, inp, weight, bias, biased, OC, each):
     C = len(inp)
@@ -174,7 +166,7 @@ def _multiply_one_row(out, inp, weight, bias, biased, OC, each):
         for c in range(C):
             store(x, c, load(inp, c))
         for row in range(np.int64(part) * each, min(np.int64(part) * each + each, OC)):
-            total = _product_with_row(x, weight, row * C)
+            total = dot(x, weight, row * C)
             store(out, row, total + load(bias, row) if biased else total)
 
 
