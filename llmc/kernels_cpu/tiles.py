@@ -50,7 +50,7 @@ BYTE, INT64 = ir.IntType(8), ir.IntType(64)
 SMALL = Tile(TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2) * LANES, 1)
 # In a matmul the right matrix is read from the L2 cache again for each tile, and Intel's cores multiply faster than it arrives: two cores
 # of Granite Rapids reached 0.26 TFLOP/s in fp32 with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and with factors prefetched
-# some rows ahead 0.29, 0.34 and 0.35. On a Zen 4, whose steps with 4 x 64 run at nine tenths of the peak, d12's matmuls took 0.97 to 1.04
+# some rows ahead 0.29, 0.34 and 0.35. On a Zen 4, whose steps with 4 x 64 run at nine tenths of the peak, d12's matmuls took 0.96 to 1.04
 # of that time with 8 x 48, prefetched or not: from one process to the next it varies as much. With AVX2's 16 registers 12 totals, three
 # vectors of the right matrix and a number of the left one fill them all: d12's matmuls took 0.93 of the time of 4 x 16 on a Zen 3, 0.95
 # with 6 x 16, and 0.96 with rows prefetched.
