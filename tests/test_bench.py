@@ -4,7 +4,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from llmc.backend import open_backend
 from llmc.config import ModelConfig
@@ -20,18 +19,15 @@ def side_by_side():
     """Our trainer, and PyTorch's with our weights."""
     backend = open_backend("cpu", 0, True, "native")
     ours, theirs = bench.OurTrainer(ARGS, CONFIG, "fp32", backend), PyTorchTrainer(CONFIG, "fp32", backend.device)
-    places = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "lnf.weight", "lnfb": "lnf.bias"}
-    layers = ("ln1", "ln2", "qkv", "attproj", "fc", "fcproj")
-    weights = dict(theirs.model.named_parameters())
-    with torch.no_grad():
-        for name, ours_ in ours.model.params.items():
-            if name in places:
-                weights.pop(places[name]).copy_(ours_)
-            else:
-                layer, kind = next((l, name.removeprefix(l)) for l in sorted(layers, key=len, reverse=True) if name.startswith(l))
-                for i, weight in enumerate(ours_):
-                    weights.pop(f"blocks.{i}.{layer}.{'weight' if kind == 'w' else 'bias'}").copy_(weight)
-    assert not weights, f"nothing of ours was copied into {list(weights)}"
+    places = dict(theirs.model.named_parameters())
+    for name, weight in ours.model.params.items():
+        module, kind = (name, "weight") if name in ("wte", "wpe") else (name[:-1], {"w": "weight", "b": "bias"}[name[-1]])
+        if f"{module}.{kind}" in places:
+            places.pop(f"{module}.{kind}").data.copy_(weight)
+        else:
+            for l, weight_of_layer in enumerate(weight):
+                places.pop(f"blocks.{l}.{module}.{kind}").data.copy_(weight_of_layer)
+    assert not places, f"nothing of ours was copied into {list(places)}"
     return ours, theirs
 
 
@@ -45,6 +41,8 @@ def test_both_sides_make_the_same_steps():
 
 
 def test_a_machine_that_cannot_compile_is_told_in_one_sentence(monkeypatch):
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds
+
     def fails(model):
         def forward(inputs, targets):
             raise TorchDynamoException("InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1 for more")

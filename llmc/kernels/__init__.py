@@ -60,7 +60,7 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
 
 
 def attention_operations(kind: str, functions: dict) -> dict:
-    """Name -> function: attention_forward, attention_backward and attention_one_row. numba's own replace all."""
+    """Name -> function: attention_forward, attention_backward and attention_one_row. numba's own replace all three."""
     if kind == "cpu":
         return cpu_attention()
     if kind == "triton":

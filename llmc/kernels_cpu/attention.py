@@ -101,10 +101,8 @@ def _mean_gradients(delta, datty, atty, first, stride, rows, HS):
     """delta = for each query, the mean of its probabilities' gradients, weighted by those: datty * atty, summed over channels."""
     zero(delta, 0, BLOCK)
     for row in range(rows):
-        total = F0
-        for at in range(first + row * stride, first + row * stride + HS):
-            total = plus(total, load(datty, at) * load(atty, at))
-        store(delta, row, total)
+        at = first + row * stride
+        store(delta, row, dot(datty, at, atty, at, HS))
 
 
 @shared
@@ -238,25 +236,25 @@ def _one_row(out, qkvr, cache, position, cached, NH, HS):
     for head in prange(NH):
         first = np.int64(head) * HS
         keys, values = first, cached * C + first
-        q, total, powers = aligned(HS), aligned(HS), aligned(position + 1)
+        q, mean, powers = aligned(HS), aligned(HS), aligned(position + 1)
         for c in range(HS):
             store(q, c, load(qkvr, first + c) * scale)
             store(cache, keys + position * C + c, load(qkvr, C + first + c))
             store(cache, values + position * C + c, load(qkvr, 2 * C + first + c))
-        highest, weight = LOWEST, F0
+        highest, total = LOWEST, F0
         for key in range(position + 1):
-            score = dot(q, cache, keys + key * C)
+            score = dot(q, 0, cache, keys + key * C, HS)
             store(powers, key, score)
             highest = select(score > highest, score, highest)
         for key in range(position + 1):
             store(powers, key, exp2_below_zero(load(powers, key) - highest))
-            weight = plus(weight, load(powers, key))
-        zero(total, 0, HS)
+            total = plus(total, load(powers, key))
+        zero(mean, 0, HS)
         for key in range(position + 1):
             for c in range(HS):
-                store(total, c, fma(load(powers, key), load(cache, values + key * C + c), load(total, c)))
+                store(mean, c, fma(load(powers, key), load(cache, values + key * C + c), load(mean, c)))
         for c in range(HS):
-            store(out, first + c, load(total, c) / weight)
+            store(out, first + c, load(mean, c) / total)
 
 
 def attention_forward(atty, lse, qkvr, NH, scratch):

@@ -401,11 +401,11 @@ def rounding_noise(column, of_row):
 
 
 @helper
-def dot(x, y, first):
-    """The sum of x[i] * y[first + i] over all of x."""
+def dot(x, x_first, y, y_first, n):
+    """The sum of x[x_first + i] * y[y_first + i], i < n."""
     total = F0
-    for i in range(len(x)):
-        total = plus(total, load(x, i) * load(y, first + i))
+    for i in range(n):
+        total = plus(total, load(x, x_first + i) * load(y, y_first + i))
     return total
 
 

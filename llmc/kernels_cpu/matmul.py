@@ -166,7 +166,7 @@ def _multiply_one_row(out, inp, weight, bias, biased, OC, each):
         for c in range(C):
             store(x, c, load(inp, c))
         for row in range(np.int64(part) * each, min(np.int64(part) * each + each, OC)):
-            total = dot(x, weight, row * C)
+            total = dot(x, 0, weight, row * C, C)
             store(out, row, total + load(bias, row) if biased else total)
 
 
