@@ -33,7 +33,7 @@ from types import SimpleNamespace
 from llmc import __version__
 from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
-from llmc.checkpoint.store import done_path, extra_path, held_folder, highest_step
+from llmc.checkpoint.store import extra_path, held_folder
 from llmc.clock import StepClock
 from llmc.cores import sleep_soon_where_busy
 from llmc.distributed import (
@@ -538,14 +538,11 @@ def bad_data_stops(run):
 
 def end_on_failure(run):
     """End all ranks if any of them met an error that it cannot go on with: the lowest such rank prints its error."""
-    world, error, newest, folder = run.world, run.stop.error, run.checkpoints.newest, run.settings.output_dir
+    world, error = run.world, run.stop.error
     speaker = smallest(world, world.rank if error else world.num_processes)
     if speaker == world.rank:
-        if newest is None:
-            raise error
-        highest = highest_step(folder)
-        unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest and highest > newest else ""
-        raise UserError(f"{error}; step {newest} is kept in {folder}: once that is mended, -y 1 goes on there{unless}")
+        kept = run.checkpoints.kept()
+        raise UserError(f"{error}; {kept}") if kept else error
     if speaker < world.num_processes:
         raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)
 

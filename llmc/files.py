@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.errors import UserError, file_error
+from llmc.errors import WHAT_TO_DO, UserError, file_error
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
 FINGERPRINT_PIECE = 1 << 16  # bytes
@@ -130,8 +130,8 @@ def readable(path):
     try:
         yield
     except OSError as error:
-        reason = f"{path} cannot be read ({error.strerror or error})"
-        raise UserError(f"{reason}; check that it is still there, its permissions and its disk") from None
+        what_to_do = WHAT_TO_DO.get(error.errno, "check that it is still there, its permissions and its disk")
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); {what_to_do}") from None
 
 
 class Numbers:
@@ -146,6 +146,10 @@ class Numbers:
         self.path, self._dtype, self._offset = path, np.dtype(dtype), offset
         with readable(path):
             self._file = open(path, "rb", buffering=0)
+
+    def close(self) -> None:
+        """Let go of the file, from which nothing more is read."""
+        self._file.close()
 
     def read(self, at: int, n: int) -> np.ndarray:
         """Numbers at..at+n. Raises UserError if they cannot be read, although the file was whole when its size was checked."""

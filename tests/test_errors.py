@@ -719,7 +719,8 @@ def test_a_disk_that_fails_while_saving_costs_one_checkpoint_and_no_other(case, 
         return real(source, target)
 
     with patch("os.replace", full):
-        refused(case, [*inputs(case), RESUME], "failed at log/" + file, os.strerror(number), goes_ahead=True)
+        kept = "; step 4 is kept in log: once that is mended, -y 1 goes on there\n"
+        refused(case, [*inputs(case), RESUME], "failed at log/" + file, os.strerror(number), kept, goes_ahead=True)
     assert find_last_step(case / "log") == 4
     assert "resuming at step 4" in ran(*inputs(case), RESUME)
 

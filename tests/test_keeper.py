@@ -11,6 +11,7 @@ from case_a import CONFIG, NoLoader
 from llmc.checkpoint import keeper
 from llmc.checkpoint.keeper import Checkpoints
 from llmc.checkpoint.store import find_last_step, step_to_delete
+from llmc.errors import UserError
 from llmc.files import write_atomically
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
@@ -163,6 +164,45 @@ def test_disowning_says_where_none_is_left(keep, tmp_path):
 def test_disowning_leaves_what_was_resumed_from_to_the_user(keep, tmp_path):
     write(keep(), 2)
     assert "remove DONE_00000002 from" in keep(resume_step=2).disown() and steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("flags", ["-n 2", "-n 2 --async-checkpoint 1"])
+def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
+    """Nothing, at first; then the one before, or the new one where the one before cannot be deleted. Once each."""
+    blocked = tmp_path / "model_00000002.bin"
+    blocked.mkdir()
+    checkpoints = keep(flags)
+
+    def failure():
+        with pytest.raises(UserError) as error:
+            checkpoints.write(2 if checkpoints.newest is None else 4, NoLoader(), {})
+            checkpoints.complete()
+        return str(error.value)
+
+    assert f"failed at {blocked}: " in failure() and "kept" not in failure()
+    blocked.rmdir()
+    write(checkpoints, 2)
+    checkpoints.complete()
+    checkpoints.prove(2)
+    (tmp_path / "state_00000004_00000.bin").mkdir()
+    kept = f"; step 2 is kept in {tmp_path}: once that is mended, -y 1 goes on there"
+    assert failure().endswith(kept) and failure().count("kept") == 1
+    (tmp_path / "DONE_00000008").touch()  # of an earlier run
+    assert failure().endswith(f"{kept}, if DONE_00000008 of an earlier run is moved away")
+
+
+def test_one_that_cannot_be_deleted_is_told_with_the_one_that_was_to_replace_it(keep, tmp_path, monkeypatch):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    write(checkpoints, 4)
+
+    def refuse(folder, step):
+        raise UserError(f"deleting step {step} failed")
+
+    monkeypatch.setattr("llmc.checkpoint.snapshot.delete", refuse)
+    with pytest.raises(UserError, match=f"^deleting step 2 failed; step 4 is kept in {tmp_path}: once that is mended, -y 1 goes on there$"):
+        checkpoints.prove(4)
 
 
 def test_one_written_beside_counts_once_all_ranks_have_written_and_not_before(keep, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -265,6 +266,30 @@ def test_a_shard_that_is_another_than_it_was_is_refused_however_it_is_entered(tm
     batches(loader, 2)  # of what is open
     loader.rewind(4)
     assert len(batches(loader, 4)) == 4
+
+
+@pytest.mark.parametrize("place", ["shards", "rest"])
+def test_looking_ahead_over_more_shards_than_may_be_open_is_served(tmp_path, place):
+    """In order and after a rewind; and where what is left of an epoch lies in one shard, which each batch opens."""
+    count = 3 if place == "rest" else 120
+    for s in range(count):
+        write_shard(tmp_path / f"{s:03}.bin", 11 * s + np.arange(11))
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 5)
+    if place == "rest":
+        remainder = Remainder(np.array([[11, 21]]), loader.geometry)
+        loader._go_to(dataclasses.replace(loader._place, rest=Rest(remainder, np.zeros(120, np.int64), 0)))
+    expected = np.stack([np.arange(10).reshape(2, 5) + 11 * (1 if place == "rest" else s) for s in range(120)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        loader.look_ahead(120)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    np.testing.assert_array_equal([inputs for inputs, _ in batches(loader, 120)], expected)
+    if place == "shards":
+        for _ in range(2):
+            loader.rewind(120)
+            np.testing.assert_array_equal([inputs for inputs, _ in batches(loader, 130)][:120], expected)
 
 
 def test_batches_that_were_looked_at_outlive_their_file(tmp_path):

@@ -8,9 +8,12 @@ Why it must be proven: the loss known when a checkpoint is due was computed befo
 the next loss shows it, and by then -nk 1 would have deleted the last good checkpoint.
 """
 
+from contextlib import contextmanager
+
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
 from llmc.checkpoint.store import done_path, highest_step, unmark
 from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
+from llmc.errors import UserError
 from llmc.flags import Settings
 
 
@@ -56,23 +59,27 @@ class Checkpoints:
             print(f"no checkpoint at step {step}: since that of step {self.unproven} no loss and norm were numbers", flush=True)
             return
         master_weights = self._model.plan.options.master != "none"
-        begin_snapshot(writer, s.output_dir, step, self._model, loader, extra, master_weights=master_weights)
+        with self._kept_told():
+            begin_snapshot(writer, s.output_dir, step, self._model, loader, extra, master_weights=master_weights)
         if not s.async_checkpoint:
             self.complete()
 
     def check(self):
         """Raise UserError for what went wrong in the background since the last call."""
-        self._writer.check()
+        with self._kept_told():
+            self._writer.check()
 
     def complete(self):
         """Wait until all ranks have written the checkpoint that is on its way, if there is one."""
         if self._writer.step is not None:
-            await_all(self._writer, self._model.sharing)
+            with self._kept_told():
+                await_all(self._writer, self._model.sharing)
             self._count()
 
     def complete_alone(self):
         """The same without asking other ranks, for a run of one."""
-        self._writer.wait()
+        with self._kept_told():
+            self._writer.wait()
         if self._writer.step is not None:
             self._count()
 
@@ -83,7 +90,8 @@ class Checkpoints:
 
     def _count(self):
         """Let the checkpoint that all ranks have written count."""
-        step = end_snapshot(self._writer, self._settings.output_dir, self._model)
+        with self._kept_told():
+            step = end_snapshot(self._writer, self._settings.output_dir, self._model)
         if self._settings.async_checkpoint:
             print(f"Wrote checkpoint at step {step}", flush=True)
         self.newest = self.unproven = step
@@ -101,7 +109,25 @@ class Checkpoints:
         if self.unproven is not None and self.unproven <= self._proven_step:
             step, self.unproven = self.unproven, None
             if s.checkpoint_every > 0 and is_first(self._model):
-                rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
+                with self._kept_told():
+                    rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
+
+    def kept(self) -> str:
+        """Where a run that cannot go on may be resumed once its error is mended, for the sentence that it ends with; empty if nowhere."""
+        if self.newest is None:
+            return ""
+        folder = self._settings.output_dir
+        highest = highest_step(folder)
+        unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest and highest > self.newest else ""
+        return f"step {self.newest} is kept in {folder}: once that is mended, -y 1 goes on there{unless}"
+
+    @contextmanager
+    def _kept_told(self):
+        """Add what is kept to a UserError inside."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError("; ".join(filter(None, (str(error), self.kept())))) from error
 
     def disown(self) -> str:
         """The weights give no finite loss: a checkpoint that is not proven no longer counts, unless the run resumed from it; that one is

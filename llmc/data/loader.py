@@ -67,9 +67,12 @@ class TokenLoader:
         Raises UserError at the first batch that cannot be served, e.g. for a token outside the vocabulary; earlier ones are still served.
         """
         while len(self._coming) < batches:
-            place = self._walk.after(self._coming[-1][0] if self._coming else self._place)
+            before = self._coming[-1][0] if self._coming else self._place
+            place = self._walk.after(before)
             self._coming.append((place, [self._read(piece) for piece in place.batch]))
             self._walk.read_ahead(place)
+            for shard in {before.shard, *(piece.shard for piece in place.batch)} - {place.shard, self._first.shard}:
+                shard.close()  # nothing more is read from it, and what is kept may be of more shards than the system lets be open
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, even at the end of a piece.
