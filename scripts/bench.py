@@ -119,7 +119,9 @@ class OurTrainer:
 
 
 def config_of(args):
-    """The ModelConfig of -e. Raises UserError for a model that does not exist, or has fewer positions than -t."""
+    """The ModelConfig of -e. Raises UserError for a file, a model that does not exist, or one of fewer positions than -t."""
+    if args.model.endswith(".bin"):
+        raise UserError(f"-e {args.model}: both sides start from random weights of a size, not from a file; expected one such as d12")
     config = config_from_descriptor(args.model)
     check_lengths(parse(["-t", str(args.sequence_length), "-s", "0"]), config)
     return config

@@ -7,6 +7,7 @@ A line of .jsonl or a row of .parquet is a document; any other text is cut at bl
 One document in 20 (--val-every) goes to validation. A killed run goes on when the same command is given again.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -15,9 +16,16 @@ from llmc.errors import run_script
 from scripts import prepare
 
 
+def file_name(text: str) -> str:
+    """An argparse type: a name without folders, which --output has."""
+    if not text or Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file; put the folder into --output")
+    return text
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = prepare.argument_parser(__doc__, "dev/data/text", shard_tokens=100_000_000, local=True)
-    parser.add_argument("--name", default="text", help="what the shards are called: NAME_train_000000.bin [%(default)s]")
+    parser.add_argument("--name", type=file_name, default="text", help="what the shards are called: NAME_train_000000.bin [%(default)s]")
     parser.add_argument(
         "--jsonl-field",
         default="text",

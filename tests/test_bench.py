@@ -40,6 +40,11 @@ def test_both_sides_make_the_same_steps():
         assert mine == pytest.approx(their, abs=2e-5)
 
 
+def test_a_model_file_is_refused_as_what_it_is_not():
+    with pytest.raises(UserError, match="^-e gpt2_124M.bin: both sides start from random weights of a size, not from a file"):
+        bench.config_of(Namespace(**{**vars(ARGS), "model": "gpt2_124M.bin"}))
+
+
 def test_a_machine_that_cannot_compile_is_told_in_one_sentence(monkeypatch):
     from torch._dynamo.exc import TorchDynamoException  # takes seconds
 

@@ -627,7 +627,8 @@ def test_removing_done_as_the_sentence_says_resumes_from_the_checkpoint_before(c
 
 
 @pytest.mark.parametrize("flags,words", [
-    ("-b 2", "with -b 2 -t 32 on 1 process, after -b 4 -t 32 on 1 process"), ("-t 16", "with -b 4 -t 16 on 1 process"),
+    ("-b 2", "with -b 2 -t 32 on 1 data-parallel rank, after -b 4 -t 32 on 1 data-parallel rank"),
+    ("-t 16", "with -b 4 -t 16 on 1 data-parallel rank"),
     ("-i train_01.bin", "note: train_02.bin is gone"),
 ])  # fmt: skip
 def test_with_other_batches_or_shards_what_is_left_of_the_epoch_comes_first(case, flags, words):

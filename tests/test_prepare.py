@@ -277,6 +277,15 @@ def test_one_document_in_one_for_validation_is_refused(tmp_path, capsys):
     assert "--val-every: 1 is not a number from 2 to " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/", ".", ""])
+def test_a_name_that_would_leave_the_output_folder_is_refused(tmp_path, capsys, name):
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(SystemExit, match="2"):
+        prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "in"), "--name", name])
+    assert f"--name: {name!r} is not the name of a file; put the folder into --output" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
 def test_the_command_that_is_printed_finds_the_shards_whatever_the_folder_is_called(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("word " * 100_000)
     prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a[1]*"), *BYTES])

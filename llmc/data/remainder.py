@@ -45,7 +45,7 @@ class Geometry:
         return (num_tokens - 1) // self.sample_tokens
 
     def __str__(self):
-        return f"-b {self.B} -t {self.T} on {self.num_processes} process{'es' if self.num_processes > 1 else ''}"
+        return f"-b {self.B} -t {self.T} on {self.num_processes} data-parallel rank{'s' if self.num_processes > 1 else ''}"
 
 
 class Remainder:

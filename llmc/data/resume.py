@@ -93,7 +93,7 @@ def describe(remainder: Remainder, was: Geometry) -> str:
     dropped = f"; {remainder.num_dropped:,} make no whole batch and are dropped" if remainder.num_dropped else ""
     return (
         f"resuming {change}: {remainder.num_inputs:,} tokens of this epoch are left, "
-        f"{remainder.num_samples:,} batches for each process{dropped}"
+        f"{remainder.num_samples:,} batches for each rank{dropped}"
     )
 
 
