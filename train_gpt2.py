@@ -277,6 +277,7 @@ def build(run: Run):
     run.stop = stop = StopRequest(alone=world.num_processes == 1)
     run.log, run.speed_log = (Logger(folder, run.resume_step, name, stop.cannot_go_on) for name in (LOG_NAME, SPEED_NAME))
     run.record.go_ahead(stop.cannot_go_on)
+    world.wait_for_all("the start of training")
 
 
 def open_data(run):
@@ -350,7 +351,7 @@ def build_model(run):
     sharing = None
     if plan.options.world > 1:
         same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
-        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world.moved)
+        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world)
     run.model = GPT2(plan, run.backend.device, sharing, graphs_on(run.backend.kind) if run.graphs else None)
     if run.source.file is None:
         run.model.init_random()

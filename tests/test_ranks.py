@@ -22,6 +22,7 @@ from test_loop import inputs, losses, words_of
 from test_resume import keep_only, steps_in
 
 import train_gpt2
+from llmc.checkpoint import snapshot, writer
 from llmc.memory.tables import PARAMETERS, num_parameters, parameter_shapes
 
 N = num_parameters(CONFIG)
@@ -269,6 +270,69 @@ def test_a_signal_before_the_first_step_ends_all_ranks_alike(case, tmp_path, who
     os.kill(ranks.processes[whom].pid, signal.SIGTERM)
     ended = ranks.ended()
     assert [(rank.code, rank.err) for rank in ended] == [(130, "interrupted before the first step; no checkpoint has changed\n"), (130, "")]
+    assert steps_in(tmp_path / "log") == []
+
+
+def slow_disk():
+    """Rank 0 takes 6 s to write a model, a piece at a time, and 6 s to write its state."""
+    slow_down(0, 12, 0.5)
+
+
+def disk_that_hangs():
+    """Rank 1 does not come back from writing its state."""
+    slow_down(1, 1, 1000)
+
+
+def slow_down(whom, pieces, seconds):
+    real = snapshot.write_moving
+    snapshot.PIECE_BYTES = writer.PIECE_BYTES = 1 << 14
+
+    def slowly(write, sharing, each):
+        def waited_for():
+            for number, piece in enumerate(each):
+                if sharing.rank == whom and number < pieces:
+                    time.sleep(seconds)
+                yield piece
+            print(f"waited for {min(number, pieces)} pieces", flush=True)
+
+        real(write, sharing, waited_for())
+
+    snapshot.write_moving = slowly
+
+
+def slow_to_read():
+    """Rank 1 takes 8 s to read the model that all start from."""
+    real = snapshot.load_weights
+
+    def load_weights(path, model):
+        real(path, model)
+        if model.sharing.rank == 1:
+            for _ in range(16):
+                time.sleep(0.5)
+                model.sharing.moved()
+
+    snapshot.load_weights = load_weights
+
+
+def test_reading_a_model_may_take_a_rank_longer_than_a_collective_does(case, tmp_path):
+    ended = start(2, tmp_path / "ranks", *inputs(case), COMMON, "-b 2 -x 2 -v 0 -s 0 --timeout 5", prepare=slow_to_read).ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2, ended
+
+
+@pytest.mark.parametrize("flags", ["", "--async-checkpoint 1"])
+def test_a_checkpoint_may_take_a_rank_longer_than_a_collective_does(case, tmp_path, flags):
+    argv = [*inputs(case), COMMON, "-b 2 -x 2 -n 2 -v 0 -s 0 --timeout 5", flags, "-o", tmp_path / "log"]
+    ended = start(2, tmp_path / "ranks", *argv, prepare=slow_disk).ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2 and ended[0].out.count("waited for 12 pieces\n") == 2, ended
+    assert steps_in(tmp_path / "log") == [2]
+
+
+def test_a_disk_that_hangs_ends_all_ranks_and_counts_for_nothing(case, tmp_path):
+    argv = [*inputs(case), COMMON, "-b 2 -x 2 -n 2 -v 0 -s 0 -z 1 --timeout 5 -o", tmp_path / "log"]
+    ended = start(2, tmp_path / "ranks", *argv, prepare=disk_that_hangs).ended()
+    assert [rank.code for rank in ended] == [4, 4] and ended[1].err == ""
+    words = r"error: rank 1 of 2 \(.*\) hangs: it has not moved for \d+ s, in step 2, checkpoint, while rank 0 waits in the files of checkpoint 2; .*\n"
+    assert re.fullmatch(words, ended[0].err), ended[0].err
     assert steps_in(tmp_path / "log") == []
 
 

@@ -168,6 +168,18 @@ def test_who_did_not_time_out_where_the_others_did_hangs():
     assert case.passes(2).sentence.startswith("rank 1 of 3 (host host1, process 101) hangs")
 
 
+def test_who_still_moves_where_the_others_timed_out_is_slow_and_does_not_hang():
+    case = Case()
+    case.passes(1)
+    for rank in (0, 2):
+        case.says(rank, failed="Timed out waiting 3000ms for recv operation to complete")
+    assert case.passes(SETTLE_S - 1) is None
+    case.says(1, moves=1)
+    assert case.passes(2).sentence.startswith(
+        "rank 1 of 3 (host host1, process 101) takes longer than the others wait for it: it still moves, in step 7, while rank"
+    )
+
+
 def test_a_collective_that_fails_while_all_live_is_quoted():
     case = Case()
     case.passes(1)

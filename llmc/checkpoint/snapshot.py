@@ -39,7 +39,7 @@ def await_all(writer, sharing):
     """Wait until all ranks have written their files. Raises UserError if this one could not."""
     writer.wait()
     sharing.settle()
-    sharing.barrier()
+    sharing.wait_for_all(f"the files of checkpoint {writer.step}")
 
 
 def end_snapshot(writer, folder, model) -> int:

@@ -53,6 +53,15 @@ class World:
         if self.watch:
             self.watch.moved()
 
+    def wait_for_all(self, what: str) -> None:
+        """Wait until every rank has come here, however long one of them takes on its way, as a collective would not: the watch ends the run
+        only if that one no longer moves. `what` they wait for is told as by `progress`."""
+        if self.watch:
+            from llmc.distributed.rendezvous import everybody
+
+            self.progress(what)
+            everybody(self.meeting, f"wait {self.watch.mine.sequence}")
+
 
 def prepare_torch(place: Place) -> None:
     """Set, for several processes, the environment variables that torch reads when it is first imported.

@@ -63,7 +63,10 @@ class Alone:
         yield self._flat["parameters"]
 
     def barrier(self):
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have come here, as long as a collective may take."""
+
+    def wait_for_all(self, what: str):
+        """The same, however long a rank takes that still moves, such as one that writes to a slow disk. `what` they wait for, in words."""
 
     def clear(self, key):
         """The gradients of group `key` are about to be written."""
@@ -99,17 +102,17 @@ class Sharing(Alone):
     group  Group of the ranks with the same part of the model, which share its gradients and weights
     parts  Divided, over the ranks with the same data, whose parts make up the model; or Undivided
     whole  Group of all ranks
-    moved  called to say that something long still goes on
+    world  World whose watch is told that something long still goes on; without one, all ranks wait in collectives alone
     """
 
-    def __init__(self, plan, group, parts=None, whole=None, moved=None):
+    def __init__(self, plan, group, parts=None, whole=None, world=None):
         self.options, self.group, self.parts, self.whole = plan.options, group, parts or Undivided(), whole or group
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
         self._weight_groups, self._gradient_groups = (groups(plan.options.config) for groups in (weight_groups, gradient_groups))
         self._sums, self._coming = {}, {}  # group -> (handle, adding, last) of its gradients; group -> handle of its weights
         self._in_slot = {}  # slot -> group whose weights it holds or is receiving
         self._spreading = []
-        self.moved = moved or super().moved
+        self.world = world
         assert self.size == plan.options.ranks
 
     @property
@@ -185,6 +188,16 @@ class Sharing(Alone):
 
     def barrier(self):
         self.whole.barrier()
+
+    def wait_for_all(self, what):
+        if self.world:
+            self.world.wait_for_all(what)
+        else:
+            self.barrier()
+
+    def moved(self):
+        if self.world:
+            self.world.moved()
 
     # ------------------------------------------------------------------------
     # gradients
