@@ -76,7 +76,7 @@ LOST_OUTPUT = {errno.EPIPE, errno.EIO} | FULL_DISK  # what print may meet: | hea
 def tell_lost_output(error: OSError) -> int:
     """Say on stderr that printing failed, unless only the reader is gone; returns the exit code."""
     if error.errno != errno.EPIPE:
-        print(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
+        _say(f"error: printing failed: {error.strerror}; send the output elsewhere, or make room")
     return OUTPUT_CODE
 
 
@@ -115,9 +115,17 @@ def _can_print() -> bool:
         return False
 
 
-def print_nothing_more() -> None:
-    """Send standard output nowhere: what is left in its buffer would fail once more when Python exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def print_nothing_more(stream: int = 1) -> None:
+    """Send standard output, or error (2), nowhere: what is left in its buffer would fail once more when Python exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+def _say(sentence: str) -> None:
+    """Print a sentence on stderr. Where that fails too, the exit code is left to tell what happened."""
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:
+        print_nothing_more(2)
 
 
 def run_script(main, on_interrupt: str = "interrupted") -> None:
@@ -147,5 +155,5 @@ def end_with(sentence: str, code: int) -> int:
     except OSError:
         print_nothing_more()
     if sentence:
-        print(sentence, file=sys.stderr)
+        _say(sentence)
     return code

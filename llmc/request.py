@@ -407,6 +407,7 @@ def plan_text(s: Settings) -> str:
     check_precision(s, source)
     check_lengths(s, source.config)
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
+    on_each = min(world.num_processes, s.gpus_per_node)  # machine
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
     card = budget.card if budget and kind == "cuda" else None
     precision = source.precision or likely_precision(s.precision, kind)
@@ -420,7 +421,8 @@ def plan_text(s: Settings) -> str:
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
-            budget = Budget(available_host_bytes(), "free on this machine", reserve=RESERVE[kind])
+            share = f", for each of {on_each} processes" if on_each > 1 else ""
+            budget = Budget(available_host_bytes() // on_each, f"free on this machine{share}", reserve=RESERVE[kind])
     options = plan_options(s, source.config, precision, kind, world, processors)  # with stand-ins for auto
     check_attention(options)
     check_fp8(options, budget.name if card else "", card and card.capability)

@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 from tqdm import tqdm
@@ -35,6 +36,7 @@ from llmc.errors import UserError, file_error
 from llmc.files import write_atomically
 from llmc.host import own_processors
 
+PROGRESS = ".progress.json"
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
 GOES_ON = "interrupted; the same command goes on after the last shard that was written"
 BEGINS_ANEW = "interrupted; the same command begins again, without downloading what is there"
@@ -116,7 +118,8 @@ def start(args: argparse.Namespace) -> Encoder:
 def finish(args: argparse.Namespace, encoder: Encoder, train: str, val: str) -> None:
     """Write the tokenizer file, last so that it cannot come to lie beside another encoder's shards; print how to train.
 
-    One that decodes these tokens, and perhaps more that other shards beside it have, stays.
+    train and val are patterns of the shards' names. A tokenizer that decodes these tokens, and perhaps more that other shards beside it
+    have, stays.
     """
     path, tokenizer = args.tokenizer or args.output / "gpt2_tokenizer.bin", encoder.tokenizer()
     found = _decodes(path, tokenizer)
@@ -359,7 +362,14 @@ def batches(documents: Iterable[str]) -> Iterator[list[str]]:
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the parent's to answer
+    Thread(target=_end_with_parent, daemon=True).start()
     _worker_encoder = encoder
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers, and they hold both ends of the pipes that they wait at."""
+    parent_process().join()
+    os._exit(1)
 
 
 def _encode_batch(texts: list[str]) -> list[np.ndarray]:
@@ -415,7 +425,7 @@ def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argp
         prefix = f"{name}_{split}"
         corpus = Corpus(prefix, partial(part, validation), source, file_name(prefix), args.shard_tokens, if_empty)
         write_corpus(corpus, args.output, encoder, args.workers)
-    finish(args, encoder, f"{name}_train*.bin", f"{name}_val*.bin")
+    finish(args, encoder, f"{glob.escape(name)}_train*.bin", f"{glob.escape(name)}_val*.bin")
 
 
 def write_corpus(corpus: Corpus, folder: Path, encoder: Encoder, workers: int) -> list[Path]:
@@ -488,7 +498,7 @@ class Progress:
 
     def __init__(self, corpus: Corpus, folder: Path, encoder: Encoder):
         self.corpus, self.folder = corpus, folder
-        self.path = folder / f"{corpus.name}.progress.json"
+        self.path = folder / f"{corpus.name}{PROGRESS}"
         self.made_from = {"source": corpus.source, "encoder": encoder.name, "shard_tokens": corpus.shard_tokens}
         self.shards, self.finished = [], False
 

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     data = args.input or prepare.download(URL, args.output / "TinyStories_all_data.tar.gz")
     if data.is_file():
         data = unpack(data, args.output / "TinyStories_all_data")
-    files = prepare.input_files([data], [".json"])
+    files = [path for path in prepare.input_files([data], [".json"]) if not path.name.endswith(prepare.PROGRESS)]
     if len(files) < 2:
         raise UserError(f"{data} holds {len(files)} .json file; expected several, the first for validation: unpack the whole archive there")
     encoder = prepare.start(args)

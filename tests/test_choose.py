@@ -194,6 +194,30 @@ def test_the_largest_batch_may_lie_as_far_beyond_as_a_card_has_processors():
     assert largest_batch(o, totals[132]) == 132 and totals[120] > totals[132]
 
 
+@pytest.mark.parametrize("sequences", [4, 6, 12])
+def test_the_largest_batch_may_be_a_whole_step_s_where_ranks_sum_every_micro_step_of_several(sequences):
+    """Two ranks keep such sums from one micro-step to the next, which a step of one does not need: one sequence may need more than many."""
+    o = PlanOptions(D12, 1, 64, ranks=2, reduce_every_micro_step=True, step_sequences=sequences)
+    totals = {B: total(o, B=B) for B in range(1, 20)}
+    assert totals[sequences - 1] > totals[sequences], "else this tests nothing"
+    for budget in (min(totals.values()) - 1, totals[sequences] - 1, totals[sequences], totals[1] - 1, totals[1], totals[sequences - 1] - 1):
+        fitting = [B for B, needs in totals.items() if needs <= budget]
+        assert largest_batch(o, budget) == max(fitting, default=0)
+        if dividing := [B for B in fitting if sequences % B == 0]:
+            assert choose_batch(o, budget, sequences)[0] == max(dividing)
+        else:
+            with pytest.raises(NotEnoughMemory, match="not even -b 1"):
+                choose_batch(o, budget, sequences)
+
+
+def test_a_whole_step_that_no_shard_holds_is_not_taken_for_one_sequence_that_does_not_fit():
+    o = PlanOptions(D12, 1, 64, ranks=2, reduce_every_micro_step=True, step_sequences=4)
+    budget = total(o, B=4)
+    assert choose_batch(o, budget, 4)[0] == 4 and total(o, B=1) > budget
+    with pytest.raises(NotEnoughMemory, match="not even -b 1"):
+        choose_batch(o, budget, 4, most=3)
+
+
 def test_not_even_one_sequence_is_not_enough_memory():
     o = PlanOptions(D12, 9, 1024, recompute=2)
     budget = total(o, B=1) - 1
@@ -497,6 +521,16 @@ def test_auto_leaves_a_reserve_of_what_is_free_and_none_of_what_is_said(monkeypa
     assert (free["recompute"], free["budget"]["mib"]) == (1, needs / MIB)
     monkeypatch.setattr("llmc.request.available_host_bytes", lambda: int(needs / (1 - RESERVE["cpu"])) + 2)
     assert json.loads(ran(command))["recompute"] == 0
+
+
+def test_processes_of_a_machine_share_what_it_has_free(monkeypatch):
+    """As in a run; a size that is given is each process's own, and what another machine has is its own."""
+    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: 12000 * MIB)
+    command = "--plan -e d12 -b 4 -t 64 --device cpu --json"
+    for flags, mib in {"": 12000, "-pn 4": 3000, "--ranks 4": 3000, "-pn 4 -pg 2": 6000, "-pn 4 --memory-budget 10GiB": 10240}.items():
+        assert json.loads(ran(f"{command} {flags}"))["budget"]["mib"] == mib, flags
+    refused = run("--plan -e d48 -b auto -t 64 --device cpu -pn 2")
+    assert refused.code == 3 and "not even -b 1 -t 64 fits 5700 MiB" in refused.err
 
 
 # ----------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_contradiction_is_a_sentence(name):
 
 NODES = {
     "one": "one", "a,b": "a", "n[01-04,07],other": "n01", "n[7]": "n7", "n[3,5-9]-ib": "n3-ib", "a-b[10-12].x.org": "a-b10.x.org",
-    "login,n[1-2]": "login",
+    "login,n[1-2]": "login", "rack[1-2]node[03-4,7],x": "rack1node03",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from llmc.data.evals import read_eval_file
 from llmc.data.shards import open_shard
 from llmc.data.tokenizer import ByteEncoder, Tokenizer
+from llmc.distributed.watch import is_alive
 from llmc.errors import UserError
 from scripts import prepare, prepare_fineweb, prepare_hellaswag, prepare_stdlib, prepare_text, prepare_tinyshakespeare, prepare_tinystories
 
@@ -134,6 +136,33 @@ t.prepare.write_corpus(t.corpus(documents), t.Path({str(killed)!r}), t.ByteEncod
     for folder in (killed, straight):
         prepare.write_corpus(corpus(), folder, ByteEncoder(), 1)
     assert contents(killed) == contents(straight)
+
+
+def test_workers_of_a_run_that_is_killed_end_too(tmp_path):
+    """Killed while they encode, by a signal that it cannot pass on."""
+    program = f"""
+import os, signal, sys
+from dataclasses import replace
+sys.path[:0] = [{str(REPO)!r}, {str(REPO / "tests")!r}]
+import test_prepare as t
+def documents():
+    while True:
+        yield "a" * t.prepare.BATCH_CHARS
+        if len(list(t.Path({str(tmp_path)!r}).glob("*.bin"))) >= 2:
+            print(open(f"/proc/self/task/{{os.getpid()}}/children").read(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    c = replace(t.corpus(documents), shard_tokens=t.prepare.BATCH_CHARS)
+    t.prepare.write_corpus(c, t.Path({str(tmp_path)!r}), t.ByteEncoder(), 2)
+"""
+    (tmp_path / "program.py").write_text(program)
+    run = subprocess.run([sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE, text=True)
+    workers = list(map(int, run.stdout.splitlines()[-1].split()))
+    assert run.returncode == -signal.SIGKILL and len(workers) >= 2
+    deadline = time.monotonic() + 60
+    while living := [process for process in workers if is_alive(process)]:
+        assert time.monotonic() < deadline, f"of {workers} still there: {living}"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
@@ -286,9 +315,9 @@ def test_a_name_that_would_leave_the_output_folder_is_refused(tmp_path, capsys, 
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_the_command_that_is_printed_finds_the_shards_whatever_the_folder_is_called(tmp_path, capsys):
+def test_the_command_that_is_printed_finds_the_shards_whatever_they_and_their_folder_are_called(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("word " * 100_000)
-    prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a[1]*"), *BYTES])
+    prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a[1]*"), "--name", "b[2]*", *BYTES])
     train, val = re.search('-i "(.*)" -j "(.*)"', capsys.readouterr().out).groups()
     assert [len(glob.glob(pattern)) for pattern in (train, val)] == [1, 1]
 
@@ -433,6 +462,15 @@ def test_tinystories_first_file_is_validation_and_files_are_shuffled_as_llmc_s(t
     for out in ("1", "2"):
         assert text_of(tmp_path / out / "TinyStories_val.bin") == expected[:9]
         assert text_of(tmp_path / out / "TinyStories_train.bin") == expected[9:]
+
+
+def test_tinystories_beside_its_shards_is_found_finished_when_prepared_again(tmp_path):
+    """The notes of progress are .json files too."""
+    stories_of("a", tmp_path)
+    for _ in range(2):
+        prepare_tinystories.main(["--input", str(tmp_path), "--output", str(tmp_path), *BYTES])
+    for number, split in enumerate(("val", "train")):
+        assert text_of(tmp_path / f"TinyStories_{split}.bin")[0].startswith(f"a {number} ")
 
 
 def stories_of(name, tmp_path):

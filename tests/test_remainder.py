@@ -167,8 +167,8 @@ def test_stops_at_the_ends_of_shards_and_of_the_epoch_leave_what_they_should(sha
     assert plan.remainder.num_inputs == len(shards.inputs() - done) and plan.state is None and plan.served == 0
     left = plan.remainder.num_inputs
     assert plan.notes == (
-        f"resuming with -b 3 -t 7 on 2 data-parallel ranks, after -b 2 -t 8 on 3 data-parallel ranks: {left:,} tokens of this epoch are left, "
-        f"{left // 42:,} batches for each rank; {left % 42} make no whole batch and are dropped",
+        f"resuming with -b 3 -t 7 on 2 data-parallel ranks, after -b 2 -t 8 on 3 data-parallel ranks: {left:,} tokens of this epoch "
+        f"are left, {left // 42:,} batches for each rank; {left % 42} make no whole batch and are dropped",
     )
     found = {token for step in batches(loaders, left // 42) for batch in step for token in batch}
     assert not found & done and len(found) == left // 42 * 42

@@ -227,9 +227,8 @@ def number(environ, name: str, default: int | None = None) -> int | None:
 
 def first_host(nodes: str) -> str:
     """The first machine of a list in Slurm's short form: name[01-04,07],other."""
-    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
-    first = re.split(r"[,-]", match[2])[0] if match[2] else ""
-    return match[1] + first + match[3]
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]  # up to a comma outside brackets
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def slurm_port(key: str) -> int:

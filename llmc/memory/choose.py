@@ -50,17 +50,20 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
     total_sequences  sequences of a step, which B must divide; None for any number
     most             sequences that a shard of the data holds; None for no limit
     """
+
+    def bytes_of(B):
+        return Plan(replace(options, B=B)).total_bytes
+
     fits = largest_batch(options, budget_bytes)
-    if not fits:
+    limit = max(1, fits if most is None else min(fits, most))
+    B, multiple = limit, options.batch_multiple
+    while B > 1 and (total_sequences and total_sequences % B or B % multiple or bytes_of(B) > budget_bytes):
+        B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
+    if B == 1 and bytes_of(1) > budget_bytes:
         raise NotEnoughMemory(
-            f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: "
-            f"it needs {in_mib(Plan(replace(options, B=1)).total_bytes)} MiB",
+            f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: it needs {in_mib(bytes_of(1))} MiB",
             replace(options, B=1), budget_bytes, total_sequences or 1,
         )  # fmt: skip
-    limit = fits if most is None else max(1, min(fits, most))
-    B, multiple = limit, options.batch_multiple
-    while B > 1 and (total_sequences and total_sequences % B or B % multiple or Plan(replace(options, B=B)).total_bytes > budget_bytes):
-        B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
     reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
     if limit != fits:
         reason += f", {most} the most that a shard of the data holds"
@@ -78,8 +81,9 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
     """The largest B whose whole plan fits in `budget_bytes`, whatever the B of the options; 0 if not even one sequence does.
 
     Memory grows with B except for dips: placement is greedy and takes large tensors first, so it may do better where one tensor becomes
-    larger than another; and the fewer heads a batch has, the more copies of dq flash attention makes. So some B beyond the first that
-    does not fit are tried too, and if one fits, the search goes on from there.
+    larger than another; the fewer heads a batch has, the more copies of dq flash attention makes; and ranks keep sums of gradients from one
+    micro-step to the next only where a step has several. So some B beyond the first that does not fit are tried too, and if one fits, the
+    search goes on from there.
     """
 
     @cache
@@ -111,13 +115,12 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
             halved = 2 * (high - low) <= left
         return low
 
-    if not fits(1):
-        return 0
-    heads, further = options.heads, 1
+    low, heads, whole_step = 0, options.heads, max(1, options.step_sequences)
+    further = next(filter(fits, (1, whole_step)), 0)
     while further:
         low = reached_from(further)
         tried = {*range(low + 1, max(low + 9, options.processors // heads + 2)), *_overtaken(planned(low), planned(low + 1))}
-        further = max(filter(fits, tried), default=0)
+        further = max(filter(fits, tried | {max(whole_step, low + 1)}), default=0)
     return low
 
 
