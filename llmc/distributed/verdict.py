@@ -112,16 +112,17 @@ class Judge:
         """All ranks beat: the one that hangs is behind and does not move, or was not waiting when the others' collectives timed out."""
         ahead = max(beats, key=lambda rank: (rank in failed, beats[rank].sequence))
         hung = [rank for rank in beats if unmoved_s[rank] > self.timeout_s and beats[rank].sequence < beats[ahead].sequence]
-        still_moves = 0.0  # for longer than this a rank that hangs has not moved
-        if not hung and any("timed out" in beats[rank].failed.lower() for rank in failed):
-            hung, still_moves = [rank for rank in beats if rank not in failed], SETTLE_S
+        timed_out = not hung and any("timed out" in beats[rank].failed.lower() for rank in failed)
+        if timed_out:
+            hung = [rank for rank in beats if rank not in failed]
         slow = f"{START_AGAIN}, and raise --timeout (now {self.timeout_s:g} s) if it is only slow"
         if hung:
             rank = min(hung, key=lambda rank: beats[rank].sequence)
-            found = f"hangs: it has not moved for {unmoved_s[rank]:.0f} s, in {beats[rank].progress},"
-            if unmoved_s[rank] < still_moves:
-                found = f"takes longer than the others wait for it: it still moves, in {beats[rank].progress},"
-            return Verdict(f"{self.name(rank)} {found} while rank {ahead} waits in {beats[ahead].progress}; {slow}", speaker=0)
+            found = f"hangs: it has not moved for {unmoved_s[rank]:.0f} s"
+            if timed_out and unmoved_s[rank] < SETTLE_S:  # since they did
+                found = "takes longer than the others wait for it: it still moves"
+            where = f"in {beats[rank].progress}, while rank {ahead} waits in {beats[ahead].progress}"
+            return Verdict(f"{self.name(rank)} {found}, {where}; {slow}", speaker=0)
         if failed:
             return self.collective_failed(failed[0], beats[failed[0]], speaker=0)
         if self.waits_silently and min(unmoved_s.values()) > self.timeout_s:
