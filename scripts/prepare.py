@@ -395,7 +395,6 @@ class Corpus:
     source: str  # fingerprint of what they come from
     file_name: Callable[[int], str]  # of the n-th shard, n from 0
     shard_tokens: int
-    if_empty: str = "check --input"  # what to do when there is no document at all
 
 
 def numbered(prefix: str) -> Callable[[int], str]:
@@ -411,19 +410,28 @@ def one_file(prefix: str) -> Callable[[int], str]:
 def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argparse.Namespace, name: str, file_name) -> None:
     """Write a corpus as two, by document: of N, number N/2, N/2 + N, ... are for validation, so it is spread over the whole.
 
-    N is --val-every, where there is that option. file_name is `numbered` or `one_file`; the rest is as for Corpus.
+    N is --val-every, where it is given, else VAL_EVERY, or all documents where these are too few for that. file_name is `numbered` or
+    `one_file`; the rest is as for Corpus. Raises UserError where there is nothing to validate on, or nothing to train on.
     """
-    encoder, every = start(args), getattr(args, "val_every", VAL_EVERY)
-    if_empty = f"1 document in {every} is for validation, number {every // 2} the first, so give more text"
-    if hasattr(args, "val_every"):
-        if_empty += ", or a smaller --val-every (2 needs two documents)"
+    encoder, asked = start(args), getattr(args, "val_every", None)
+    every = asked or VAL_EVERY
+    there_are = sum(1 for _ in islice(documents(), every // 2 + 1))
+    if there_are < 2 or asked and there_are <= every // 2:
+        there = f"{there_are} document{'s' * (there_are != 1)}"
+        raise UserError(
+            f"--input holds {there} of text, and 1 in {every} is for validation, number {every // 2 + 1} the first; give more text"
+            + ", or a smaller --val-every" * (there_are > 1)
+        )
+    if there_are <= every // 2:
+        every = there_are
+        print(f"{every} documents are all there are: one of them is for validation")
 
     def part(validation: bool) -> Iterator[str]:
         return (text for number, text in enumerate(documents()) if (number % every == every // 2) == validation)
 
     for split, validation in (("val", True), ("train", False)):
         prefix = f"{name}_{split}"
-        corpus = Corpus(prefix, partial(part, validation), source, file_name(prefix), args.shard_tokens, if_empty)
+        corpus = Corpus(prefix, partial(part, validation), source, file_name(prefix), args.shard_tokens)
         write_corpus(corpus, args.output, encoder, args.workers)
     finish(args, encoder, f"{glob.escape(name)}_train*.bin", f"{glob.escape(name)}_val*.bin")
 
@@ -436,7 +444,7 @@ def write_corpus(corpus: Corpus, folder: Path, encoder: Encoder, workers: int) -
     if not progress.finished:
         _write_rest(corpus, folder, encoder, workers, progress)
     if not progress.shards:
-        raise UserError(f"there are no documents for {folder / corpus.file_name(0)}; {corpus.if_empty}")
+        raise UserError(f"there are no documents for {folder / corpus.file_name(0)}; check --input")
     return [folder / shard["file"] for shard in progress.shards]
 
 
@@ -516,10 +524,11 @@ class Progress:
             raise UserError(f"{progress.path} cannot be read ({error}); remove it to prepare this data from the start") from error
         changed = [key for key, value in progress.made_from.items() if made_from[key] != value]
         if changed:
-            differs = ", ".join(f"{key} was {made_from[key]} and is {progress.made_from[key]}" for key in changed)
+            differs = [f"{key} was {made_from[key]} and is {progress.made_from[key]}" for key in changed if key != "source"]
+            differs += ["the input, or how it is read, was another"] * ("source" in changed)
             raise UserError(
-                f"{folder} holds shards of {corpus.name} made otherwise ({differs}); "
-                f"remove them and {progress.path}, or give another --output"
+                f"{folder} holds shards of {corpus.name} made otherwise ({', '.join(differs)}); "
+                f"remove them and {progress.path}, as well as the other split's if there is one, or give another --output"
             )
         whole = [_is_whole(folder, shard) for shard in shards]
         good = whole.index(False) if False in whole else len(whole)

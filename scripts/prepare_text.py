@@ -3,8 +3,9 @@
     python scripts/prepare_text.py --input my_corpus/ --name mine
     python scripts/prepare_text.py --input a.jsonl b.jsonl --jsonl-field body
 
-A line of .jsonl or a row of .parquet is a document; any other text is cut at blank lines into documents of at most 16,384 characters.
-One document in 20 (--val-every) goes to validation. A killed run goes on when the same command is given again.
+A line of .jsonl or a row of .parquet is a document; any other text is cut, at blank lines where there are any, into documents of 8,192 to
+16,384 characters and a last one that may be shorter. One document in 20 (--val-every) goes to validation; of fewer than 11, one. A killed
+run goes on when the same command is given again.
 """
 
 import argparse
@@ -35,15 +36,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--val-every",
         type=prepare.number_from(2),
-        default=prepare.VAL_EVERY,
         metavar="N",
-        help="one document in N is for validation [%(default)s]",
+        help=f"one document in N is for validation [{prepare.VAL_EVERY}]",
     )
     args = parser.parse_args(argv)
     files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"])
     if any(path.suffix == ".parquet" for path in files):
         prepare.need_pyarrow()  # rather now than after an hour of the other files
-    source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every, prepare.PIECE_CHARS])
+    source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every or prepare.VAL_EVERY, prepare.PIECE_CHARS])
     prepare.write_splits(lambda: prepare.read_documents(files, args.jsonl_field), source, args, args.name, prepare.numbered)
 
 

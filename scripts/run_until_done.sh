@@ -3,9 +3,10 @@
 #
 #   run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...       (LOG_DIR as seen from the repository)
 #
-# Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C, and when trying again cannot help: exit code 2 (something to correct),
-# 3 (out of memory), or MAX_TRIES failures in a row without a new checkpoint. Exit code 4, a lost rank, is tried again. PYTHON names the
-# interpreter, LAUNCH a command that starts several of it, such as "mpirun -np 8".
+# The flags must include -n, how often to write a checkpoint. Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C, and when
+# trying again cannot help: exit code 2 (something to correct), 3 (out of memory), a run that ends well without a new checkpoint, or
+# MAX_TRIES failures in a row without one. Exit code 4, a lost rank, is tried again. PYTHON names the interpreter, LAUNCH a command that
+# starts several of it, such as "mpirun -np 8".
 set -u
 cd "$(dirname "$0")/.." || exit
 
@@ -15,6 +16,10 @@ if [ $# -lt 2 ]; then
 fi
 log_dir=$1 last_step=$2
 shift 2
+case " $* " in
+    *" -n "* | *" --checkpoint-every"*) ;;
+    *) echo "add -n STEPS, how often to write a checkpoint: without it the run would keep nothing to go on from" >&2; exit 2 ;;
+esac
 max_tries=${MAX_TRIES:-5}
 done_file=$log_dir/DONE_$(printf %08d "$last_step")
 
@@ -34,7 +39,12 @@ while [ ! -f "$done_file" ]; do
         130 | 143) exit $code ;;
     esac
     tries=$((tries + 1))
-    if [ "$(newest_checkpoint)" != "$before" ]; then tries=0; fi
+    if [ "$(newest_checkpoint)" != "$before" ]; then
+        tries=0
+    elif [ "$code" -eq 0 ]; then
+        echo "the run ended well and wrote no checkpoint of step $last_step to $log_dir: look at -n, and at what is there" >&2
+        exit 2
+    fi
     if [ "$tries" -ge "$max_tries" ]; then
         echo "ended $tries times with no new checkpoint in $log_dir (last exit code $code); see the messages above" >&2
         exit 1

@@ -268,6 +268,19 @@ def test_the_loop_s_script_without_a_run_is_told_how_it_is_called():
     assert (done.returncode, done.stderr) == (2, "usage: run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...\n")
 
 
+@pytest.mark.parametrize("flags, runs, told", [
+    (["-b", "4"], 0, "add -n STEPS, how often to write a checkpoint: without it the run would keep nothing to go on from"),
+    (["-n", "0"], 1, "the run ended well and wrote no checkpoint of step 9 to {log}: look at -n, and at what is there"),
+])  # fmt: skip
+def test_the_loop_s_script_does_not_train_again_what_is_not_kept(tmp_path, flags, runs, told):
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\n")
+    (tmp_path / "python").chmod(0o755)
+    command = ["bash", str(REPO / "scripts/run_until_done.sh"), str(tmp_path / "log"), "9", *flags]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": str(tmp_path / "python")}, capture_output=True, text=True, timeout=20)
+    calls = (tmp_path / "calls").read_text().count("x") if (tmp_path / "calls").exists() else 0
+    assert (done.returncode, done.stderr, calls) == (2, told.format(log=tmp_path / "log") + "\n", runs)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_run_scripts_pass_flags_that_are_accepted_and_resume(name, tmp_path):
     assert run_script(name, tmp_path, "exit 2") == (2, 1)

@@ -174,12 +174,13 @@ def test_a_shard_that_was_lost_is_made_again(tmp_path, damage):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("change", [{"source": "another"}, {"shard_tokens": 50}])
-def test_shards_of_another_corpus_are_not_continued(tmp_path, change):
+@pytest.mark.parametrize("change, told", [
+    ({"source": "another"}, "the input, or how it is read, was another"), ({"shard_tokens": 50}, "shard_tokens was .* and is .*"),
+])  # fmt: skip
+def test_shards_of_another_corpus_are_not_continued(tmp_path, change, told):
     prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
-    with pytest.raises(
-        UserError, match=f"{next(iter(change))} was .* and is .*remove them and .*c.progress.json, or give another --output"
-    ):
+    words = f"made otherwise \\({told}\\); remove them and .*c.progress.json, as well as the other split's if .*, or give another --output"
+    with pytest.raises(UserError, match=words):
         prepare.write_corpus(corpus(**change), tmp_path, ByteEncoder(), 1)
 
 
@@ -233,6 +234,28 @@ def test_text_jsonl_and_parquet_become_documents(tmp_path):
     assert Tokenizer.read(tmp_path / "out" / "gpt2_tokenizer.bin").vocab_size == 50257
 
 
+@pytest.mark.parametrize("documents, validates", [(2, [1]), (3, [1]), (10, [5]), (11, [10]), (31, [10, 30])])
+def test_of_few_documents_one_is_for_validation(tmp_path, documents, validates):
+    """The same ones in every run."""
+    texts = [f"document {i}" for i in range(documents)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for _ in range(2):
+        prepare_text.main(["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
+    assert text_of(tmp_path / "out" / "text_val_000000.bin") == [texts[i] for i in validates]
+    assert text_of(tmp_path / "out" / "text_train_000000.bin") == [text for i, text in enumerate(texts) if i not in validates]
+
+
+@pytest.mark.parametrize("documents, flags, told", [
+    (1, "", "--input holds 1 document of text, and 1 in 20 is for validation, number 11 the first; give more text$"),
+    (10, "--val-every 20", "--input holds 10 documents of text, and 1 in 20 .* 11 the first; give more text, or a smaller --val-every$"),
+])  # fmt: skip
+def test_too_few_documents_are_told_with_what_to_do(tmp_path, documents, flags, told):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * documents)
+    with pytest.raises(UserError, match=told):
+        prepare_text.main(["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), *flags.split(), *BYTES])
+    assert not list(tmp_path.rglob("*.bin"))
+
+
 def test_a_tokenizer_file_that_knows_more_than_the_new_tokens_stays(tmp_path):
     """GPT-2's decodes bytes too, and other shards beside these may need it. What decodes them otherwise, or not at all, is replaced."""
     (tmp_path / "a.txt").write_text("word " * 10_000)
@@ -283,7 +306,7 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
         (
             "a.txt",
             b"",
-            "there are no documents for .*1 document in 20 is for validation, number 10 the first, .*, or a smaller --val-every",
+            "^--input holds 0 documents of text, and 1 in 20 is for validation, number 11 the first; give more text$",
         ),
         ("a.doc", b"abc", "a.doc: expected a .txt or .md or .rst or .py or .jsonl or .parquet file"),
     ],
@@ -327,10 +350,10 @@ def test_the_command_that_is_printed_finds_the_shards_whatever_they_and_their_fo
     '{"made_from": {}, "shards": [{"file": "a", "tokens": 1e999, "document": 0, "token": 0}], "finished": 1}',
 ])  # fmt: skip
 def test_a_damaged_note_of_progress_is_named(tmp_path, content):
-    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 2)
     (tmp_path / "text_val.progress.json").write_text(content)
     with pytest.raises(UserError, match="text_val.progress.json cannot be read .*; remove it to prepare this data from the start"):
-        prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path), *BYTES])
+        prepare_text.main(["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path), *BYTES])
 
 
 def test_bad_parquet_is_named(tmp_path):
