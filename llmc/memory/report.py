@@ -140,7 +140,7 @@ def legend(columns) -> list[str]:
 
 def _footer(options, row, budget) -> list[str]:
     """What the batch, the FLOPs and the intensity columns mean for this budget."""
-    lines = []
+    lines = ["MiB/seq: all activations over -b, of which some do not grow with it"]
     if budget:
         lines.append(f"largest -b: of {budget.bytes // MIB} MiB, {budget.name}")
     else:
