@@ -32,6 +32,7 @@ if __name__ == "profile":  # found all the same, from a script in this folder: p
 import argparse
 import io
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -569,6 +570,7 @@ def make_rows(costs: dict, times: list[dict], whole: list[float]) -> list[Row]:
 
 def write_trace(path: Path, recorder: Recorder, step):
     """A Chrome trace of one step, with ranges named as stages and rows."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch prints that its profiler starts and stops
     from torch.profiler import ProfilerActivity, profile, record_function
 
     recorder.range_of = record_function
