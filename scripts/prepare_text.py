@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         "--val-every",
         type=prepare.number_from(2),
         metavar="N",
-        help=f"one document in N is for validation [{prepare.VAL_EVERY}]",
+        help=f"one document in N is for validation [{prepare.VAL_EVERY}; of fewer than 11, one]",
     )
     args = parser.parse_args(argv)
     files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"])

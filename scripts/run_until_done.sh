@@ -4,8 +4,8 @@
 #   run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...       (LOG_DIR as seen from the repository)
 #
 # The flags must include -n, how often to write a checkpoint. Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C, and when
-# trying again cannot help: exit code 2 (something to correct), 3 (out of memory), a run that ends well without a new checkpoint, or
-# MAX_TRIES failures in a row without one. Exit code 4, a lost rank, is tried again. PYTHON names the interpreter, LAUNCH a command that
+# trying again cannot help: exit code 2 (something to correct), 3 (out of memory), a run that ends well and leaves no checkpoint at all, or
+# MAX_TRIES tries in a row without a new one. Exit code 4, a lost rank, is tried again. PYTHON names the interpreter, LAUNCH a command that
 # starts several of it, such as "mpirun -np 8".
 set -u
 cd "$(dirname "$0")/.." || exit
@@ -41,8 +41,8 @@ while [ ! -f "$done_file" ]; do
     tries=$((tries + 1))
     if [ "$(newest_checkpoint)" != "$before" ]; then
         tries=0
-    elif [ "$code" -eq 0 ]; then
-        echo "the run ended well and wrote no checkpoint of step $last_step to $log_dir: look at -n, and at what is there" >&2
+    elif [ "$code" -eq 0 ] && [ -z "$before" ]; then
+        echo "the run ended well and left no checkpoint in $log_dir: look at -n" >&2
         exit 2
     fi
     if [ "$tries" -ge "$max_tries" ]; then

@@ -270,7 +270,7 @@ def test_the_loop_s_script_without_a_run_is_told_how_it_is_called():
 
 @pytest.mark.parametrize("flags, runs, told", [
     (["-b", "4"], 0, "add -n STEPS, how often to write a checkpoint: without it the run would keep nothing to go on from"),
-    (["-n", "0"], 1, "the run ended well and wrote no checkpoint of step 9 to {log}: look at -n, and at what is there"),
+    (["-n", "0"], 1, "the run ended well and left no checkpoint in {log}: look at -n"),
 ])  # fmt: skip
 def test_the_loop_s_script_does_not_train_again_what_is_not_kept(tmp_path, flags, runs, told):
     (tmp_path / "python").write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\n")

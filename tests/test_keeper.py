@@ -3,6 +3,8 @@
 Whole runs whose weights become no numbers are test_loop's and test_ranks'.
 """
 
+import errno
+import os
 from dataclasses import replace
 
 import pytest
@@ -189,6 +191,26 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
     assert failure().endswith(kept) and failure().count("kept") == 1
     (tmp_path / "DONE_00000008").touch()  # of an earlier run
     assert failure().endswith(f"{kept}, if DONE_00000008 of an earlier run is moved away")
+
+
+@pytest.mark.parametrize("what", ["gone", "cannot be listed"])
+def test_a_folder_that_fails_altogether_is_told_without_what_it_kept(keep, tmp_path, monkeypatch, what):
+    """And with the error that was met first."""
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    (tmp_path / "state_00000004_00000.bin").mkdir()
+    if what == "gone":
+        tmp_path.rename(tmp_path.with_name("moved"))
+    else:
+        monkeypatch.setattr("os.listdir", refused_by_the_disk)
+    with pytest.raises(UserError, match="(writing|deleting) the .* failed at ") as error:
+        write(checkpoints, 4)
+    assert "kept" not in str(error.value)
+
+
+def refused_by_the_disk(path):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 def test_one_that_cannot_be_deleted_is_told_with_the_one_that_was_to_replace_it(keep, tmp_path, monkeypatch):

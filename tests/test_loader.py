@@ -292,6 +292,18 @@ def test_looking_ahead_over_more_shards_than_may_be_open_is_served(tmp_path, pla
             np.testing.assert_array_equal([inputs for inputs, _ in batches(loader, 130)][:120], expected)
 
 
+def test_a_rewind_goes_on_where_it_ended_in_the_middle_of_a_shard(tmp_path):
+    """Served beyond before, and then again."""
+    for s in range(3):
+        write_shard(tmp_path / f"{s}.bin", 100 * s + np.arange(31))
+    loader, straight = (TokenLoader(str(tmp_path / "*.bin"), 2, 5) for _ in range(2))
+    expected = batches(straight, 9)
+    loader.rewind(4)
+    assert_same(batches(loader, 7), expected[:7])
+    loader.rewind(4)
+    assert_same(batches(loader, 9), expected)
+
+
 def test_batches_that_were_looked_at_outlive_their_file(tmp_path):
     """The place stays where it was if reading the one after them fails."""
     path = tmp_path / "x.bin"

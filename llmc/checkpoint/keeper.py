@@ -8,6 +8,7 @@ Why it must be proven: the loss known when a checkpoint is due was computed befo
 the next loss shows it, and by then -nk 1 would have deleted the last good checkpoint.
 """
 
+import os
 from contextlib import contextmanager
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
@@ -114,11 +115,14 @@ class Checkpoints:
 
     def kept(self) -> str:
         """Where a run that cannot go on may be resumed once its error is mended, for the sentence that it ends with; empty if nowhere."""
-        if self.newest is None:
-            return ""
         folder = self._settings.output_dir
-        highest = highest_step(folder)
-        unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest and highest > self.newest else ""
+        if self.newest is None or not os.path.exists(done_path(folder, self.newest)):
+            return ""
+        try:
+            highest = highest_step(folder)
+        except UserError:  # the sentence is about something else that the disk did before
+            return ""
+        unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest > self.newest else ""
         return f"step {self.newest} is kept in {folder}: once that is mended, -y 1 goes on there{unless}"
 
     @contextmanager

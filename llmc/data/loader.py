@@ -71,8 +71,9 @@ class TokenLoader:
             place = self._walk.after(before)
             self._coming.append((place, [self._read(piece) for piece in place.batch]))
             self._walk.read_ahead(place)
-            for shard in {before.shard, *(piece.shard for piece in place.batch)} - {place.shard, self._first.shard}:
-                shard.close()  # nothing more is read from it, and what is kept may be of more shards than the system lets be open
+            read_on = {each.shard for each in (place, self._first, *(last for last, _ in self._again[-1:]))}
+            for shard in {before.shard, *(piece.shard for piece in place.batch)} - read_on:
+                shard.close()  # what is kept may be of more shards than the system lets be open
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, even at the end of a piece.

@@ -119,7 +119,7 @@ class Judge:
         if hung:
             rank = min(hung, key=lambda rank: beats[rank].sequence)
             found = f"hangs: it has not moved for {unmoved_s[rank]:.0f} s"
-            if timed_out and unmoved_s[rank] < SETTLE_S:  # since they did
+            if timed_out and unmoved_s[rank] < SETTLE_S:  # it moved after the others' collectives had failed
                 found = "takes longer than the others wait for it: it still moves"
             where = f"in {beats[rank].progress}, while rank {ahead} waits in {beats[ahead].progress}"
             return Verdict(f"{self.name(rank)} {found}, {where}; {slow}", speaker=0)

@@ -47,7 +47,8 @@ class Watch:
     # ---- what the program calls
 
     def progress(self, what: str) -> None:
-        """Say what the main thread begins now. Every rank makes the same calls, so their number tells who is behind."""
+        """Say what the main thread begins now. Every rank makes the same calls, so their number tells who is behind, and names what all of
+        them wait for (World.wait_for_all)."""
         with self.lock:
             self.mine = replace(self.mine, sequence=self.mine.sequence + 1, progress=what)
 
