@@ -403,11 +403,11 @@ def written_batch_size(s: Settings, source: Source) -> int | None:
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     refuse_contradictions(s)
-    source, world = choose_model(s), World(num_processes=s.ranks or s.num_processes)
+    source, ranks = choose_model(s), s.ranks or s.num_processes
+    world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))
     check_precision(s, source)
     check_lengths(s, source.config)
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
-    on_each = min(world.num_processes, s.gpus_per_node)  # machine
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
     card = budget.card if budget and kind == "cuda" else None
     precision = source.precision or likely_precision(s.precision, kind)
@@ -421,8 +421,8 @@ def plan_text(s: Settings) -> str:
     processors = card.processors if card else None
     if budget is None and kind == "cpu":
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
-            share = f", for each of {on_each} processes" if on_each > 1 else ""
-            budget = Budget(available_host_bytes() // on_each, f"free on this machine{share}", reserve=RESERVE[kind])
+            share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
+            budget = Budget(available_host_bytes() // world.num_local, f"free on this machine{share}", reserve=RESERVE[kind])
     options = plan_options(s, source.config, precision, kind, world, processors)  # with stand-ins for auto
     check_attention(options)
     check_fp8(options, budget.name if card else "", card and card.capability)

@@ -416,11 +416,12 @@ def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argp
     encoder, asked = start(args), getattr(args, "val_every", None)
     every = asked or VAL_EVERY
     there_are = sum(1 for _ in islice(documents(), every // 2 + 1))
-    if there_are < 2 or asked and there_are <= every // 2:
-        there = f"{there_are} document{'s' * (there_are != 1)}"
+    if there_are < 2:
+        raise UserError(f"--input holds {there_are or 'no'} document of text; expected two, one of them for validation, so give more text")
+    if asked and there_are <= every // 2:
         raise UserError(
-            f"--input holds {there} of text, and 1 in {every} is for validation, number {every // 2 + 1} the first; give more text"
-            + ", or a smaller --val-every" * (there_are > 1)
+            f"--input holds {there_are} documents of text, and 1 in {every} is for validation, number {every // 2 + 1} the first; "
+            "give more text, or a smaller --val-every"
         )
     if there_are <= every // 2:
         every = there_are

@@ -249,7 +249,8 @@ def test_of_few_documents_one_is_for_validation(tmp_path, documents, validates):
 
 
 @pytest.mark.parametrize("documents, flags, told", [
-    (1, "", "--input holds 1 document of text, and 1 in 20 is for validation, number 11 the first; give more text$"),
+    (1, "", "^--input holds 1 document of text; expected two, one of them for validation, so give more text$"),
+    (1, "--val-every 2", "^--input holds 1 document of text; expected two, one of them for validation, so give more text$"),
     (10, "--val-every 20", "--input holds 10 documents of text, and 1 in 20 .* 11 the first; give more text, or a smaller --val-every$"),
 ])  # fmt: skip
 def test_too_few_documents_are_told_with_what_to_do(tmp_path, documents, flags, told):
@@ -309,7 +310,7 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
         (
             "a.txt",
             b"",
-            "^--input holds 0 documents of text, and 1 in 20 is for validation, number 11 the first; give more text$",
+            "^--input holds no document of text; expected two, one of them for validation, so give more text$",
         ),
         ("a.doc", b"abc", "a.doc: expected a .txt or .md or .rst or .py or .jsonl or .parquet file"),
     ],

@@ -166,11 +166,8 @@ def close_world(world: World) -> None:
         return
     import torch
 
-    from llmc.distributed.rendezvous import everybody
-
-    world.progress("ending")
     with told(world):
-        everybody(world.meeting, "done")
+        world.wait_for_all("ending")
     world.watch.close()
     torch.distributed.destroy_process_group()
 
