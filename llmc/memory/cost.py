@@ -19,7 +19,10 @@ from llmc.mfu import PEAKS
 
 ACTIVATION = {a.name: a for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS, *STREAM)}
 PARAMETER = {p.name: p for p in PARAMETERS}
-LAYERNORM_PASSES = 3  # lnf: read, write, read again for its statistics
+# tensors of the stream that are moved outside the blocks: the encoder reads and writes one, and reads its gradient; lnf reads and writes
+# one, and of the residual's gradient, which is zeroed first, backward reads three and writes one; the head reads lnf for the logits and for
+# its weight's gradient, and writes lnf's gradient
+ENCODER_PASSES, LNF_PASSES, HEAD_PASSES = 2 + 1, 2 + 1 + 4, 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,7 @@ def _head(o, sizes) -> tuple[int, int]:
     chunks = -(-rows // head_chunk_rows(o))
     logits = 5 * rows * w * element
     weight = chunks * (2 * element + 2 * grad) * w * C
-    # encoder both ways, all rows; lnf both ways, this part's rows; lnf as the head's operand, all rows
-    stream = (2 * rows + 3 * LAYERNORM_PASSES * own_rows + 4 * rows) * C * element
+    stream = (ENCODER_PASSES * rows + LNF_PASSES * own_rows + HEAD_PASSES * rows) * C * element  # lnf's rows are this part's alone
     return prod(resolve("6 B T w C", sizes)), logits + weight + stream
 
 
