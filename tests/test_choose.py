@@ -144,7 +144,8 @@ def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
     (lambda B: 700 + 50 * B, 10**400, 14), (lambda B: 700 + 50 * B, 12345678, 14),
     (lambda B: max(2000, 50 * B), 100_003, 40), (lambda B: 10**4 * max(0, B - 999), 1, 40),  # flat, then steep
     (lambda B: B + 3000 * max(0, B - 300), 305, 30), (lambda B: -(-B // 64) * 100, 2750, 40),
-], ids=["beyond float", "a line", "a kink", "a wall", "steeper", "stairs"])  # fmt: skip
+    (lambda B: 1000 * B - 5000 * (B % 4 == 0), 10**9, 250),  # there is always one more that fits, up to the budget
+], ids=["beyond float", "a line", "a kink", "a wall", "steeper", "stairs", "a saw"])  # fmt: skip
 def test_the_largest_batch_takes_few_plans_whatever_memory_is_like(monkeypatch, curve, budget, most):
     """Also where lines lead astray. Ten of the plans are of the batches beyond it."""
     asked = []

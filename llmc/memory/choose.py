@@ -22,6 +22,8 @@ MASTER_BITS_COST = 0.5  # the update generates each piece's noise twice
 WAITING_COST = 0.7  # training waits for the disk when a checkpoint is due
 BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
 
+DIPS = 16  # of memory, that the search for the largest batch goes beyond: with a tiny model every fourth B may be one, to any budget
+
 
 def levels_of(options: PlanOptions) -> tuple[int, ...]:
     """The recompute levels these options can run at."""
@@ -78,12 +80,12 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
 
 
 def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
-    """The largest B whose whole plan fits in `budget_bytes`, whatever the B of the options; 0 if not even one sequence does.
+    """The B whose whole plan fits in `budget_bytes`, while B + 1 does not, whatever the B of the options; 0 if not even one sequence fits.
 
-    Memory grows with B except for dips: placement is greedy and takes large tensors first, so it may do better where one tensor becomes
-    larger than another; the fewer heads a batch has, the more copies of dq flash attention makes; and ranks keep sums of gradients from one
-    micro-step to the next only where a step has several. So some B beyond the first that does not fit are tried too, and if one fits, the
-    search goes on from there.
+    There may be several, as memory grows with B except for dips: placement is greedy and takes large tensors first, so it may do better
+    where one tensor becomes larger than another; the fewer heads a batch has, the more copies of dq flash attention makes; and ranks keep
+    sums of gradients from one micro-step to the next only where a step has several. So some B beyond the first that does not fit are tried
+    too, and if one fits, the search goes on from there, a few times: it finds the largest but for dips that these do not explain.
     """
 
     @cache
@@ -117,7 +119,9 @@ def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
 
     low, heads, whole_step = 0, options.heads, max(1, options.step_sequences)
     further = next(filter(fits, (1, whole_step)), 0)
-    while further:
+    for _ in range(1 + DIPS):
+        if not further:
+            break
         low = reached_from(further)
         tried = {*range(low + 1, max(low + 9, options.processors // heads + 2)), *_overtaken(planned(low), planned(low + 1))}
         further = max(filter(fits, tried | {max(whole_step, low + 1)}), default=0)
