@@ -90,7 +90,19 @@ def test_missing_files_name_the_flag_and_what_to_run(tmp_path):
 
 
 def test_shards_are_found_sorted_and_a_name_with_brackets_is_a_name(tmp_path):
-    for name in ("b.bin", "a.bin", "c[1].bin"):
+    for name in ("b.bin", "a.bin", "c[1].bin", "d[^1].bin", "e[!1.bin", "e[^1.bin"):
         write_shard(tmp_path / name, [1])
     assert [Path(p).name for p in find_shards(str(tmp_path / "?.bin"), "-i")] == ["a.bin", "b.bin"]
     assert [Path(p).name for p in find_shards(str(tmp_path / "c[1].bin"), "-i")] == ["c[1].bin"]
+    assert [Path(p).name for p in find_shards(str(tmp_path / "d[^1].bin"), "-i")] == ["d[^1].bin"]
+    assert [Path(p).name for p in find_shards(str(tmp_path / "e[^1.bin"), "-i")] == ["e[^1.bin"]
+
+
+@pytest.mark.parametrize("pattern, found", [
+    ("[^a-b].bin", "c^[!"), ("[!a-b].bin", "c^[!"), ("[a^].bin", "a^"), ("[[^].bin", "[^"), ("[^]a].bin", "bc^[!"), ("?.bin", "abc^[!"),
+])  # fmt: skip
+def test_a_caret_negates_a_set_as_in_llm_c(tmp_path, pattern, found):
+    """glibc's glob takes [^...] for all characters but these, and Python's for ^ and these: the shards that were to be left out."""
+    for name in "abc^[!":
+        write_shard(tmp_path / f"{name}.bin", [1])
+    assert {Path(p).stem for p in find_shards(str(tmp_path / pattern), "-i")} == set(found)

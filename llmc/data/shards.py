@@ -3,6 +3,7 @@ tokens."""
 
 import glob
 import os
+import re
 
 import numpy as np
 
@@ -20,6 +21,8 @@ def write_shard(path, tokens) -> None:
     assert tokens.dtype == np.uint16 or (tokens.min() >= 0 and tokens.max() < 2**16), "token ids are 16 bits wide"
     header = new_header(SHARD_MAGIC, SHARD_VERSION, len(tokens))
     write_atomically(path, (header, np.ascontiguousarray(tokens, dtype="<u2")), doing="writing the tokens")
+
+SET = r"\[([!^]?)(\][^]/]*\]|[^]/]+\])"  # of a glob: what may negate it, and the rest, in which ] may stand only first
 
 
 class Shard(Numbers):
@@ -48,8 +51,12 @@ def open_shard(path) -> Shard:
 
 
 def find_shards(pattern: str, flag: str) -> list[str]:
-    """The files that `pattern` (a path or a glob) names, sorted: the data order depends on it. Raises UserError if there are none."""
-    paths = sorted(path for path in glob.glob(pattern) if not os.path.isdir(path))
+    """The files that `pattern` (a path or a glob) names, sorted: the data order depends on it. Raises UserError if there are none.
+
+    [^...] means all characters but these, as in llm.c and as [!...] does; to Python's glob alone ^ is one more of them.
+    """
+    negated = re.sub(SET, lambda found: f"[!{found[2]}" if found[1] == "^" else found[0], pattern)
+    paths = sorted(path for path in glob.glob(negated) if not os.path.isdir(path))
     if not paths and os.path.isfile(pattern):  # a name with a [ in it
         paths = [pattern]
     if os.path.isdir(pattern):
