@@ -79,7 +79,8 @@ GROUPS = {
              at_least=0, also=(-1,)),
         Flag(("-n",), "checkpoint-every", int, 0, "STEPS",
              f"write a checkpoint this often and at the end; {NEVER}, unless a signal stops the run", at_least=0, also=(-1,)),
-        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep this many of -n's checkpoints, the newest; 0 keeps all", at_least=0),
+        Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep this many of -n's checkpoints, the newest; 0 or -1 keeps all",
+             at_least=0, also=(-1,)),
         Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
              at_least=0),
         _on_off((), "async-checkpoint", 0, "write checkpoints while training goes on, which waits only until they are copied into host "
@@ -201,7 +202,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
     0: "done, or stopped by a signal, with a checkpoint if there is -o",
-    OUTPUT_CODE: "printing failed (-o: with a checkpoint), or a fault, with traceback",
+    OUTPUT_CODE: "printing failed (-o: a checkpoint if it trained), or a fault (traceback)",
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
@@ -308,6 +309,13 @@ def _usage(flag: Flag) -> str:
     return f"  {', '.join(flag.names)} {flag.value}".rstrip()
 
 
+# flags of llm.c's train_gpt2.py, as its scripts have them, whose names are not near to ours
+OF_TRAIN_GPT2_PY = {
+    "--input_bin": "--train-data", "--input_val_bin": "--val-data", "--num_iterations": "--max-steps", "--warmup_iters": "--warmup-steps",
+    "--learning_rate_decay_frac": "--final-lr-fraction", "--dtype": "--precision",
+}  # fmt: skip
+
+
 def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
     """The flag a word names, and the value after its `=` if it has one."""
     name, equals, inline = word.partition("=") if word.startswith("--") else (word, "", "")
@@ -320,7 +328,7 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
         )
     from difflib import get_close_matches  # only a mistake needs it
 
-    near = get_close_matches(name, BY_NAME, 3, 0.5)
+    near = [OF_TRAIN_GPT2_PY[name]] if name in OF_TRAIN_GPT2_PY else get_close_matches(name, BY_NAME, 3, 0.5)
     if len(name) <= 3:
         near.sort(key=lambda known: known[:2] != name[:2])  # -lr is nearer to -l than to -r
     raise UserError(f"unknown flag {name}: " + (f"did you mean {near[0]}? " if near else "") + "--help lists them all")

@@ -118,4 +118,5 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
     if s.output_dir and s.max_steps == 0 and not resumes and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
         yield f"note: nothing is trained, so the logs of the run in {s.output_dir} stay, and what is measured now is only printed"
     if s.resume and not resumes:
-        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
+        logs = " and new logs" if s.max_steps != 0 and is_of_training(os.path.join(s.output_dir, LOG_NAME)) else ""
+        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}{logs}"

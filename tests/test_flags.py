@@ -14,7 +14,9 @@ import pytest
 
 import train_gpt2
 from llmc.errors import UserError
-from llmc.flags import BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, Settings, flag_table_markdown, format_help, parse, refuse_contradictions
+from llmc.flags import (
+    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, OF_TRAIN_GPT2_PY, Settings, flag_table_markdown, format_help, parse, refuse_contradictions,
+)  # fmt: skip
 from llmc.memory.ladder import NOT_KEPT
 
 REPO = Path(__file__).resolve().parent.parent
@@ -31,7 +33,8 @@ LLMC_DEFAULTS = {
 # text -> what it must be read as, for one flag of each kind
 READ = {
     "-x": {"-1": -1, "0": 0, "40": 40}, "-m": {"-1": -1, "1": 1}, "-d": {"-1": -1, "524288": 524288}, "-lg": {"-1": -1},
-    "-n": {"-1": -1}, "-s": {"-1": -1}, "-v": {"0": 0}, "-g": {"0": 0}, "-l": {"6e-4": 6e-4, "0": 0.0}, "-sl": {"7": 7.0},
+    "-n": {"-1": -1}, "-nk": {"-1": -1}, "-s": {"-1": -1}, "-v": {"0": 0}, "-g": {"0": 0}, "-l": {"6e-4": 6e-4, "0": 0.0},
+    "-sl": {"7": 7.0},
     "-e": {"gpt3:c768": "gpt3:c768"}, "-o": {"": "", "a b": "a b"}, "-i": {"x/*.bin": "x/*.bin"}, "-k": {"wsd": "wsd"}, "-y": {"1": 1},
     "--ranks": {"0": 0, "1024": 1024}, "--link": {"400": 400.0, "0": 0.0, "12.5": 12.5}, "--node-link": {"3600": 3600.0},
     "--device": {"cpu": "cpu", "cuda": "cuda", "cuda:12": "cuda:12"}, "--precision": {"bf16": "bf16"},
@@ -43,7 +46,7 @@ READ = {
 }  # fmt: skip
 
 WRONG = {
-    "-b": ("0", "-1", "four", "4.5", "", "nan", "Auto", "auto "), "-n": ("-2",), "-nk": ("-1",), "-nm": ("-1",),
+    "-b": ("0", "-1", "four", "4.5", "", "nan", "Auto", "auto "), "-n": ("-2",), "-nk": ("-2",), "-nm": ("-1",),
     "-lg": ("-2",), "-x": ("-2", "inf"), "-u": ("-1",), "-l": ("nan", "inf", "-1e-4", "1e999", "x"), "-q": ("-0.1",), "-c": ("-1",),
     "-sl": ("-1", "nan"), "-sg": ("-1",), "-v": ("-1",), "-m": ("0", "-2"), "-s": ("-2",), "-g": ("-1",), "-k": ("cos", ""),
     "-y": ("2", "yes", "-1"), "-h": ("2",), "-a": ("2",), "-f": ("true",), "-w": ("-1",), "-ge": ("4", "-1"), "-z": ("4", "-1"),
@@ -153,6 +156,7 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["-"], "unexpected '-'"),
         (["--batch_size", "4"], "unknown flag --batch_size: did you mean --batch-size?"),
         (["--learning-rat", "1"], "did you mean --learning-rate?"),
+        (["--input_bin", "x.bin"], "unknown flag --input_bin: did you mean --train-data?"),
         (["-help"], "did you mean --help?"),
         (["-lr", "1e-3"], "did you mean -l?"),
         (["-B", "4"], "unknown flag -B"),
@@ -340,3 +344,7 @@ def test_a_finished_run_is_not_started_again(tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "DONE_00018865").touch()
     assert run_script("run_gpt2_124M.sh", tmp_path, "exit 1") == (0, 0)
+
+
+def test_flags_of_llm_c_s_other_trainer_are_told_by_names_that_there_are():
+    assert OF_TRAIN_GPT2_PY.keys().isdisjoint(BY_NAME) and set(OF_TRAIN_GPT2_PY.values()) <= BY_NAME.keys()

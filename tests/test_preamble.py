@@ -122,6 +122,9 @@ def test_a_resumption_that_finds_nothing_says_what_it_starts_from(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert said("-y 1 -o log -n 1 -e d12") == ["-y 1: no complete checkpoint in log, starting from d12"]
     assert said("-y 1 -o log -n 1 -e d12", resumes=True) == []
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "main.log").write_text("s:0 tel:4.0000\ns:0 trl:4.0000\n")
+    assert said("-y 1 -o log -n 1 -e d12") == ["-y 1: no complete checkpoint in log, starting from d12 and new logs"]
 
 
 # ----------------------------------------------------------------------------

@@ -99,6 +99,7 @@ def test_every_instant_of_a_deletion_is_consistent(tmp_path, monkeypatch):
     "step, every, keep, major_every, expected",
     [
         (50, 10, 0, 0, None),  # keep all
+        (50, 10, -1, 0, None),
         (50, 10, 2, 0, 30),
         (20, 10, 2, 0, None),  # step 0 is not a checkpoint
         (10, 10, 2, 0, None),

@@ -106,7 +106,7 @@ def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | 
     """Which checkpoint to delete after writing the one of `step`; None for none.
 
     every        -n, steps between checkpoints
-    keep         -nk, how many to keep, 0 = all
+    keep         -nk, how many to keep, 0 or -1 = all
     major_every  -nm, checkpoints at multiples of this step are never deleted, 0 = no exceptions
     """
     old = step - keep * every
