@@ -6,8 +6,8 @@
 The program, top to bottom: opening what the flags ask for, building it, the loop. What it uses:
 
 what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, processor, host, cores, cards
-the model     llmc/: gpt2 (stages over named views, forward and backward), graphs
-layers        llmc/layers/: encoder layernorm matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
+the model     llmc/: gpt2 (stages over named views, forward and backward), graphs, rehearsal
+layers        llmc/layers/: encoder layernorm linear matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
               adamw rounding rows
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
 memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
@@ -30,6 +30,7 @@ from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
+# --help and --plan take a second, and torch another: what needs it is imported where it is first used
 from llmc import __version__
 from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
@@ -48,7 +49,7 @@ from llmc.flags import Settings, format_help, parse, refuse_contradictions
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
 from llmc.kernels import other_matmuls
-from llmc.kernels_cpu import compile_kernels, told_when_compiling
+from llmc.kernels_cpu import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.choose import in_mib
 from llmc.memory.plan import Plan
@@ -61,9 +62,8 @@ from llmc.preamble import chosen_line, notes, print_device, print_model, print_r
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
-    Source, check_agreement, check_attention, check_batch, check_fp8, check_gelu_fusion, check_graphs, check_inputs, check_lengths,
-    check_precision, check_sizes, choose_model, data_ranks, host_budget, plan_options, plan_text, run_budget, settle, settle_kernels_of,
-    shortest_shard, training_data, zero_note,
+    Source, check_agreement, check_gelu_fusion, check_inputs, check_lengths, check_precision, choose_model, data_ranks, host_budget,
+    plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -208,17 +208,14 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     precision = choose_precision(s.precision, backend, of_file=source.precision)
     check_agreement(s, source, precision, world)
     s, reasons = settle_kernels_of(s, backend)
-    options = plan_options(s, config, precision, backend.kind, world, backend.processors())  # with stand-ins for auto
-    check_attention(options)
-    check_gelu_fusion(options)
-    check_fp8(options, backend.name, backend.capability())
-    graphs = check_graphs(s, options)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)
-    s, chosen = settle(s, source, options, budget, world, lambda: shortest_shard(s))
-    options = plan_options(s, config, precision, backend.kind, world, backend.processors())
-    check_sizes(options)
-    grad_accum_steps = check_batch(s, world)
-    total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * grad_accum_steps
+    settled = settle_all(
+        s, source, precision, world, budget, kind=backend.kind, name=backend.name, capability=backend.capability(),
+        processors=backend.processors(), shortest_shard=partial(shortest_shard, s),
+    )  # fmt: skip
+    s, options = settled.settings, settled.options
+    check_gelu_fusion(options)
+    total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * settled.grad_accum_steps
 
     print_settings(s, total_batch_size)
     peak_tflops = promised_tflops(backend.name, precision, s.tf32) if backend.kind == "cuda" else None
@@ -227,17 +224,17 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
     print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
-    said = [*said, *reasons, *zero_note(s, options), *chosen]
+    said = [*said, *reasons, *settled.reasons]
     if measured:
         said.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
             f"{peak_tflops:.3f} TFLOP/s in {options.multiplied_in}"
         )
     plan = Plan(replace(options, rank=world.rank))
-    said.append(chosen_line(s, plan.options, graphs))
+    said.append(chosen_line(s, plan.options, settled.graphs))
     return Run(
-        settings=s, world=world, backend=backend, source=source, plan=plan, graphs=graphs, budget=budget, host_bytes=host_bytes,
-        grad_accum_steps=grad_accum_steps, total_batch_size=total_batch_size,
+        settings=s, world=world, backend=backend, source=source, plan=plan, graphs=settled.graphs, budget=budget, host_bytes=host_bytes,
+        grad_accum_steps=settled.grad_accum_steps, total_batch_size=total_batch_size,
         flops_per_token=flops_per_token(num_parameters(config), config.num_layers, config.channels, s.sequence_length),
         peak_tflops=peak_tflops, notes=said,
     )  # fmt: skip
@@ -259,6 +256,8 @@ def build(run: Run):
 
     world.progress("building the model")
     if plan.options.kernel_set == "numba":
+        from llmc.rehearsal import compile_kernels
+
         start = time.perf_counter()
         compile_kernels(plan.options)
         if (seconds := time.perf_counter() - start) > 2:
@@ -329,10 +328,11 @@ def refuse_too_large(run):
         )  # fmt: skip
     if plan.host_bytes > (host := run.host_bytes):
         o = plan.options
-        asked = " with ".join(["--offload-residual"] * o.offload_residual + ["--async-checkpoint 1"] * o.async_checkpoint)
+        takers = {"--offload-residual": o.offload_residual, "--async-checkpoint 1": o.async_checkpoint}
+        smaller = "use a smaller -b, or " if o.offload_residual else ""
         raise UserError(
-            f"{asked} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are {host // MIB} MiB; "
-            f"{'use a smaller -b, or ' * o.offload_residual}leave it out and see --plan"
+            f"{' with '.join(flag for flag, given in takers.items() if given)} needs {in_mib(plan.host_bytes)} MiB of host memory for each "
+            f"process, and there are {host // MIB} MiB; {smaller}leave it out and see --plan"
         )
 
 
@@ -404,7 +404,7 @@ def loop(run) -> OSError | None:
     clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run))
     diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
-    if start > run.max_steps:  # resume has printed that nothing is left to do
+    if start > run.max_steps:  # resume has printed that nothing is left to do; what the folder holds stays as it is
         return None
     look_ahead(run, start - 1)
     agree_to_stop(run)
@@ -773,7 +773,8 @@ def resume(run):
     except UserError as error:
         raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
     loader.go_on(continued)
-    print(*continued.notes, sep="\n", end="\n" * bool(continued.notes))
+    for note in continued.notes:
+        print(note)
     adopt(run, extras[0])
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:

@@ -16,6 +16,7 @@ from llmc.data.order import token_order
 from llmc.distributed.sharing import Alone
 from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
+from llmc.layers.linear import linear_layers
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
@@ -63,14 +64,7 @@ class GPT2:
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
-        # scratch where matmuls pack their factors, widen bf16 ones, or convert them to FP8, which the head's matmuls never do
-        self.matmul_room = {"native": None, "numba": self.acts, "widened": self.acts.get("widened"), "fp8": self.acts}[o.matmul]
-        self.dweight_room = self.acts.get("widened", self.matmul_room)
-        self.head_room, self.fcproj_room = self.matmul_room, None
-        if o.matmul == "fp8":  # fcproj's dout must survive while GELU runs: it has buffers of its own, no wider than it is
-            self.head_room = None
-            own = {name: self.acts[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
-            self.fcproj_room = self.acts | own
+        self.linear, self.fcproj_linear, self.head_linear = linear_layers(self.ops, o.matmul, self.acts)
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients")
         self.sharing = sharing or Alone()
@@ -79,15 +73,16 @@ class GPT2:
         self.sharing.attach(self)
         self.layout = self.layout_of("m")  # of the elements that this rank updates
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
-        self.layers = [self._layer(l) for l in range(o.config.num_layers)]
+        self.blocks = [self._block(l) for l in range(o.config.num_layers)]
         # each block's last stage also computes, in the same pass, the layernorm that follows: the next block's ln1, or the last layernorm
         first_pass, *forward_passes, last_pass = passes(FORWARD_STAGES, o.gelu_fusion)
         assert (first_pass, last_pass) == ("ln1_forward", "fcproj")
-        # the stage qkv is the method _qkv, and so on. Functions, as bound methods would refer back to the model, whose memory would then
-        # stay until the collector looks for cycles
+        # the stage qkv is the method _qkv, and so on. Functions, as bound methods would refer back to the model of one rank, whose memory
+        # would then stay until the collector looks for cycles
         self.forward_passes = [getattr(GPT2, f"_{name}") for name in forward_passes]
         self.backward_passes = [getattr(GPT2, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
         self.final = self._final_norm()
+        self.accumulate = False  # whether this micro-step's gradients are added to what there is, or written; _backward says
         if o.gelu_fusion:
             from llmc.kernels.cublaslt import MatmulGelu
 
@@ -116,26 +111,26 @@ class GPT2:
             return self.grads[name][l]
         return self.grads[name] if group == "lnf" else self._layer_gradients[layer_slot(group)][name]
 
-    def _layer(self, l):
+    def _block(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's name has a leading d."""
-        acts, layer = self.acts, SimpleNamespace(number=l)
+        acts, block = self.acts, SimpleNamespace(number=l)
         for name in (a.name for a in BLOCK_ACTIVATIONS if a.name in acts and a.name != "residual3"):
-            setattr(layer, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
-        layer.all_rows = {}  # name -> the rows of all parts of ln1 and ln2, where these are kept
+            setattr(block, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
+        block.all_rows = {}  # name -> the rows of all parts of ln1 and ln2, where these are kept
         if self.plan.options.keeps_gathered:
-            layer.all_rows = {name: getattr(layer, name) for name in ("ln1", "ln2")}
-            for name, rows in layer.all_rows.items():
-                setattr(layer, name, self.parts.own_rows(rows))
-        layer.residual = acts["encoded"] if l == 0 else self._residual3(l - 1)
-        layer.residual3 = self._residual3(l)
+            block.all_rows = {name: getattr(block, name) for name in ("ln1", "ln2")}
+            for name, rows in block.all_rows.items():
+                setattr(block, name, self.parts.own_rows(rows))
+        block.residual = acts["encoded"] if l == 0 else self._residual3(l - 1)
+        block.residual3 = self._residual3(l)
         for p in PARAMETERS:
             if p.per_layer:
-                setattr(layer, p.name, self.weight(p.name, l))
+                setattr(block, p.name, self.weight(p.name, l))
                 if p.name != "fcprojb":
-                    setattr(layer, "d" + p.name, self.gradient(l, p.name, l))
+                    setattr(block, "d" + p.name, self.gradient(l, p.name, l))
         # the gradient of the bias of the projection whose output is this block's input
-        layer.dproj_bias = None if l == 0 else self.gradient(l, "fcprojb", l - 1)
-        return layer
+        block.dproj_bias = None if l == 0 else self.gradient(l, "fcprojb", l - 1)
+        return block
 
     def _final_norm(self):
         """The last layernorm, as the ln1 of a block above the last. The gradient of its output overwrites that output."""
@@ -209,78 +204,76 @@ class GPT2:
         """Residuals that the plan moves to host memory go there only if a backward pass follows."""
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
         self.sharing.need("outer", then=0)
-        encode = self.parts.encoder_forward or self.ops.encoder_forward
-        encode(a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
+        self.parts.encode(self.ops, a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
         self.sharing.need(0)
-        self._ln1_forward(self.layers[0])
-        for layer, above in zip(self.layers, [*self.layers[1:], self.final]):
-            residuals.before_forward(layer.number)
-            self._block_forward(layer, above)
-            residuals.after_forward(layer.number)
+        self._ln1_forward(self.blocks[0])
+        for block, above in zip(self.blocks, [*self.blocks[1:], self.final]):
+            residuals.before_forward(block.number)
+            self._block_forward(block, above)
+            residuals.after_forward(block.number)
 
-    def _block_forward(self, l, above):
+    def _block_forward(self, block, above):
         """Block l, whose ln1 has run already, and the ln1 of the block above; with above=None only as far as this block's output."""
-        self.sharing.need(l.number, then=above and above.number)
+        self.sharing.need(block.number, then=above and above.number)
         for forward in self.forward_passes:
-            forward(self, l)
+            forward(self, block)
         if above and above.number is not None:
             self.sharing.need(above.number)  # its ln1 is computed in the pass of _fcproj
-        self._fcproj(l, above)
+        self._fcproj(block, above)
 
-    def _all_rows(self, l, name, again=False):
+    def _all_rows(self, block, name, again=False):
         """ln1 or ln2 with the rows of all parts, (B, T, C). Backward needs them `again`, and they may still be there."""
-        if name not in l.all_rows:
-            return (self.parts.still_gathered if again else self.parts.gathered)(getattr(l, name))
+        if name not in block.all_rows:
+            return (self.parts.still_gathered if again else self.parts.gathered)(getattr(block, name))
         if not again:
-            self.parts.gather_in_place(l.all_rows[name])
-        return l.all_rows[name]
-
-    def _matmul(self, out, inp, weight, bias=None):
-        self.ops.matmul_forward(out, inp, weight, bias, room=self.matmul_room)
+            self.parts.gather_in_place(block.all_rows[name])
+        return block.all_rows[name]
 
     def _summed_matmul(self, out, inp, weight, bias):
         """out (B, s, C) = inp @ weight.T + bias, summed over parts, each of which has some columns of inp and of the weight."""
-        self._matmul(self.parts.partial(out), inp, weight, self.parts.bias(bias))
+        self.linear.forward(self.parts.partial(out), inp, weight, self.parts.bias(bias))
         self.parts.sum_partial(out)
 
     def _residual3(self, l):
         return self.acts["residual3"][self.plan.residual_slot(l)]
 
-    def _ln1_forward(self, l):
-        self.ops.layernorm_forward(l.ln1, l.ln1_mean, l.ln1_rstd, l.residual, l.ln1w, l.ln1b, self.acts)
+    def _ln1_forward(self, block):
+        self.ops.layernorm_forward(block.ln1, block.ln1_mean, block.ln1_rstd, block.residual, block.ln1w, block.ln1b, self.acts)
 
-    def _ln1(self, l):
-        self.ops.layernorm_normalize(l.ln1, l.residual, l.ln1_mean, l.ln1_rstd, l.ln1w, l.ln1b, self.acts)
+    def _ln1(self, block):
+        self.ops.layernorm_normalize(block.ln1, block.residual, block.ln1_mean, block.ln1_rstd, block.ln1w, block.ln1b, self.acts)
 
-    def _qkv(self, l):
-        self._matmul(l.qkvr, self._all_rows(l, "ln1"), l.qkvw, l.qkvb)
+    def _qkv(self, block):
+        self.linear.forward(block.qkvr, self._all_rows(block, "ln1"), block.qkvw, block.qkvb)
 
-    def _attention(self, l):
-        self.ops.attention_forward(l.atty, l.lse, l.qkvr, self.NH, self.acts)
+    def _attention(self, block):
+        self.ops.attention_forward(block.atty, block.lse, block.qkvr, self.NH, self.acts)
 
-    def _attproj_ln2(self, l):
-        self._summed_matmul(l.residual2, l.atty, l.attprojw, l.attprojb)
-        self.ops.residual_layernorm_forward(l.residual2, l.ln2, l.ln2_mean, l.ln2_rstd, l.residual, l.ln2w, l.ln2b, self.acts)
+    def _attproj_ln2(self, block):
+        self._summed_matmul(block.residual2, block.atty, block.attprojw, block.attprojb)
+        self.ops.residual_layernorm_forward(
+            block.residual2, block.ln2, block.ln2_mean, block.ln2_rstd, block.residual, block.ln2w, block.ln2b, self.acts
+        )
 
-    def _ln2(self, l):
-        self.ops.layernorm_normalize(l.ln2, l.residual2, l.ln2_mean, l.ln2_rstd, l.ln2w, l.ln2b, self.acts)
+    def _ln2(self, block):
+        self.ops.layernorm_normalize(block.ln2, block.residual2, block.ln2_mean, block.ln2_rstd, block.ln2w, block.ln2b, self.acts)
 
-    def _fc(self, l):
-        self._matmul(l.fch, self._all_rows(l, "ln2"), l.fcw, l.fcb)
+    def _fc(self, block):
+        self.linear.forward(block.fch, self._all_rows(block, "ln2"), block.fcw, block.fcb)
 
-    def _gelu(self, l):
-        self.ops.gelu_forward(l.fch_gelu, l.fch, self.acts)
+    def _gelu(self, block):
+        self.ops.gelu_forward(block.fch_gelu, block.fch, self.acts)
 
-    def _fc_gelu(self, l):
-        self.matmul_gelu.forward(l.fch_gelu, l.fch, self._all_rows(l, "ln2"), l.fcw, l.fcb)
+    def _fc_gelu(self, block):
+        self.matmul_gelu.forward(block.fch_gelu, block.fch, self._all_rows(block, "ln2"), block.fcw, block.fcb)
 
-    def _fcproj(self, l, above):
-        self._summed_matmul(l.residual3, l.fch_gelu, l.fcprojw, l.fcprojb)
+    def _fcproj(self, block, above):
+        self._summed_matmul(block.residual3, block.fch_gelu, block.fcprojw, block.fcprojb)
         if above is None:
-            residual_add_inplace(l.residual3, l.residual2)
+            residual_add_inplace(block.residual3, block.residual2)
         else:
             self.ops.residual_layernorm_forward(
-                l.residual3, above.ln1, above.ln1_mean, above.ln1_rstd, l.residual2, above.ln1w, above.ln1b, self.acts
+                block.residual3, above.ln1, above.ln1_mean, above.ln1_rstd, block.residual2, above.ln1w, above.ln1b, self.acts
             )
 
     # ------------------------------------------------------------------------
@@ -296,12 +289,11 @@ class GPT2:
         dloss is given, and its rows of lnf."""
         a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], chunk)
         logits = a["logits"][: len(lnf)]
-        self.ops.matmul_forward(logits, lnf, self.params["wte"], room=self.head_room)
-        numbers = dict(V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options))
-        if self.parts.size > 1:
-            self.parts.classify(logits, chunk, a, **numbers)
-        else:
-            self.ops.fused_classifier_inplace(logits, a["losses"].view(-1)[chunk], a["targets"].view(-1)[chunk], a, **numbers)
+        self.head_linear.forward(logits, lnf, self.params["wte"])
+        self.parts.classify(
+            self.ops, logits, a["losses"], a["targets"], chunk, a,
+            V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options),
+        )  # fmt: skip
         return logits, lnf
 
     def token_losses(self, inputs, targets):
@@ -368,15 +360,15 @@ class GPT2:
         for span, again, then in self.plan.segments.backward():
             if again:
                 sharing.need(again[0])
-                self._ln1_forward(self.layers[again[0]])
+                self._ln1_forward(self.blocks[again[0]])
             for l in again:
-                self._block_forward(self.layers[l], self.layers[l + 1] if l != again[-1] else None)
+                self._block_forward(self.blocks[l], self.blocks[l + 1] if l != again[-1] else None)
             for l in reversed(span):
                 self.residuals.before_backward(l)
                 sharing.need(l, then=l - 1 if l > span.start else then)
                 sharing.clear(l)
                 for backward in self.backward_passes:
-                    backward(self, self.layers[l])
+                    backward(self, self.blocks[l])
                 complete(l)
         self.ops.launch_encoder_backward(
             self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, a, accumulate=self.accumulate
@@ -396,9 +388,8 @@ class GPT2:
         for g, group in enumerate(groups):
             for i, chunk in enumerate(group):
                 logits, lnf = self._classify(chunk, dloss)
-                accumulate, room = i > 0 or self.accumulate and not in_groups, a.get("head_widened", self.head_room)
-                self.ops.matmul_dweight(group_sum, logits, lnf, accumulate=accumulate, room=room)
-                self.ops.matmul_dinput(lnf, logits, self.params["wte"], room=self.head_room)
+                self.head_linear.dweight(group_sum, logits, lnf, accumulate=i > 0 or self.accumulate and not in_groups)
+                self.head_linear.dinput(lnf, logits, self.params["wte"])
                 self.parts.sum_head_rows(a["lnf"], chunk)
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
@@ -422,77 +413,67 @@ class GPT2:
         """Tokens of a step, over all ranks."""
         return self.B * self.T * grad_accum_steps * self.sharing.size
 
-    def _matmul_dout(self, dout, room=None):
-        """What is done once with dout, before it is multiplied by the weight and by the input: FP8 matmuls convert it."""
-        if self.plan.options.matmul == "fp8":
-            self.ops.matmul_dout(dout, room or self.matmul_room)
-
-    def _matmul_dweight(self, dweight, dout, inp, room=None):
-        self.ops.matmul_dweight(dweight, dout, inp, accumulate=self.accumulate, room=room or self.dweight_room)
-
-    def _matmul_dinput(self, dinp, dout, weight, room=None):
-        self.ops.matmul_dinput(dinp, dout, weight, room=room or self.matmul_room)
-
-    def _matmul_backward(self, dinp, dweight, dout, inp, weight):
-        """Backward of a matmul whose results are summed over parts: dout and dinp have all rows."""
-        self._matmul_dout(dout)
-        self._matmul_dweight(dweight, dout, inp)
-        self._matmul_dinput(dinp, dout, weight)
-
-    def _gathered_matmul_backward(self, l, name, dinp, dweight, dout, weight):
+    def _gathered_matmul_backward(self, block, name, dinp, dweight, dout, weight):
         """Backward of a matmul whose input is all parts' rows of ln1 or ln2."""
-        self._matmul_dout(dout)
-        self._matmul_dweight(dweight, dout, self._all_rows(l, name, again=True))
-        self._matmul_dinput(self.parts.partial(dinp), dout, weight)
+        self.linear.take_dout(dout)
+        self.linear.dweight(dweight, dout, self._all_rows(block, name, again=True), accumulate=self.accumulate)
+        self.linear.dinput(self.parts.partial(dinp), dout, weight)
         self.parts.sum_partial(dinp)
 
-    def _fcproj_dinput(self, l):
+    def _fcproj_dinput(self, block):
         dout = self.parts.gathered(self.acts["dresidual"])
-        self._matmul_dout(dout, self.fcproj_room)
-        self._matmul_dinput(self.acts["dfch"], dout, l.fcprojw, self.fcproj_room)
+        self.fcproj_linear.take_dout(dout)
+        self.fcproj_linear.dinput(self.acts["dfch"], dout, block.fcprojw)
 
-    def _fcproj_dinput_gelu(self, l):
+    def _fcproj_dinput_gelu(self, block):
         a = self.acts
-        self.matmul_gelu.backward(a["dfch"], self.parts.gathered(a["dresidual"]), l.fcprojw, l.fch)
-        self.ops.matmul_dbias(l.dfcb, a["dfch"], a, accumulate=self.accumulate)
+        self.matmul_gelu.backward(a["dfch"], self.parts.gathered(a["dresidual"]), block.fcprojw, block.fch)
+        self.ops.matmul_dbias(block.dfcb, a["dfch"], a, accumulate=self.accumulate)
 
-    def _gelu_backward(self, l):
-        self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate)
+    def _gelu_backward(self, block):
+        self.ops.gelu_backward_inplace(self.acts["dfch"], block.dfcb, block.fch, self.acts, accumulate=self.accumulate)
 
-    def _gelu_backward_and_again(self, l):
-        self.ops.gelu_backward_inplace(self.acts["dfch"], l.dfcb, l.fch, self.acts, accumulate=self.accumulate, out_again=l.fch_gelu)
+    def _gelu_backward_and_again(self, block):
+        self.ops.gelu_backward_inplace(
+            self.acts["dfch"], block.dfcb, block.fch, self.acts, accumulate=self.accumulate, out_again=block.fch_gelu
+        )
 
-    def _fcproj_dweight(self, l):
-        self._matmul_dweight(l.dfcprojw, self.parts.still_gathered(self.acts["dresidual"]), l.fch_gelu, self.fcproj_room)
+    def _fcproj_dweight(self, block):
+        dout = self.parts.still_gathered(self.acts["dresidual"])
+        self.fcproj_linear.dweight(block.dfcprojw, dout, block.fch_gelu, accumulate=self.accumulate)
 
-    def _fc_backward(self, l):
-        self._gathered_matmul_backward(l, "ln2", self.acts["dln2"], l.dfcw, self.acts["dfch"], l.fcw)
+    def _fc_backward(self, block):
+        self._gathered_matmul_backward(block, "ln2", self.acts["dln2"], block.dfcw, self.acts["dfch"], block.fcw)
 
-    def _ln2_backward(self, l):
+    def _ln2_backward(self, block):
         a = self.acts
         self.ops.layernorm_backward(
-            a["dresidual"], l.dln2w, l.dln2b, l.dattprojb, a["dln2"], l.residual2, l.ln2w, l.ln2_mean, l.ln2_rstd, a,
-            accumulate=self.accumulate,
+            a["dresidual"], block.dln2w, block.dln2b, block.dattprojb, a["dln2"],
+            block.residual2, block.ln2w, block.ln2_mean, block.ln2_rstd, a, accumulate=self.accumulate,
         )  # fmt: skip
 
-    def _attproj_backward(self, l):
+    def _attproj_backward(self, block):
         dout = self.parts.gathered(self.acts["dresidual"])
-        self._matmul_backward(self.acts["datty"], l.dattprojw, dout, l.atty, l.attprojw)
+        self.linear.take_dout(dout)
+        self.linear.dweight(block.dattprojw, dout, block.atty, accumulate=self.accumulate)
+        self.linear.dinput(self.acts["datty"], dout, block.attprojw)
 
-    def _attention_backward(self, l):
+    def _attention_backward(self, block):
         a = self.acts
-        self.ops.attention_backward(a["dqkvr"], l.dqkvb, a["datty"], l.qkvr, l.atty, l.lse, self.NH, a, accumulate=self.accumulate)
+        self.ops.attention_backward(
+            a["dqkvr"], block.dqkvb, a["datty"], block.qkvr, block.atty, block.lse, self.NH, a, accumulate=self.accumulate
+        )
 
-    def _qkv_backward(self, l):
-        self._gathered_matmul_backward(l, "ln1", self.acts["dln1"], l.dqkvw, self.acts["dqkvr"], l.qkvw)
+    def _qkv_backward(self, block):
+        self._gathered_matmul_backward(block, "ln1", self.acts["dln1"], block.dqkvw, self.acts["dqkvr"], block.qkvw)
 
-    def _ln1_backward(self, l):
-        self._norm_backward(l, self.acts["dln1"])
+    def _ln1_backward(self, block):
+        self._norm_backward(block, self.acts["dln1"])
 
-    def _norm_backward(self, l, dln1):
+    def _norm_backward(self, block, dln1):
         self.ops.layernorm_backward(
-            self.acts["dresidual"], l.dln1w, l.dln1b, l.dproj_bias, dln1, l.residual, l.ln1w, l.ln1_mean, l.ln1_rstd, self.acts,
-            accumulate=self.accumulate,
+            self.acts["dresidual"], block.dln1w, block.dln1b, block.dproj_bias, dln1,
+            block.residual, block.ln1w, block.ln1_mean, block.ln1_rstd, self.acts, accumulate=self.accumulate,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------
@@ -577,7 +558,7 @@ class GPT2:
 
         self.sharing.need("outer", then=0)
         torch.add(self.parts.embedding(p["wte"], token), p["wpe"][position], out=x[0])
-        for l, above, cache in zip(self.layers, [*self.layers[1:], self.final], a["kv_cache"]):
+        for l, above, cache in zip(self.blocks, [*self.blocks[1:], self.final], a["kv_cache"]):
             self.sharing.need(l.number, then=above.number)
             norm(l.ln1w, l.ln1b)
             multiply(qkvr, ln, l.qkvw, l.qkvb)

@@ -67,11 +67,7 @@ def cpu_gains_from_bf16() -> bool:
 
 
 def cpu_favours_numba(precision: str) -> bool:
-    """Whether numba's matmuls were measured to be faster than torch's. On AMD with AVX-512 and bf16: those of a d12 step by a fifth in
-    fp32, which are MKL's, and a twentieth in bf16, oneDNN's. With AVX2 only, on AMD's third Zen: steps of d6 and d12 of 256 and 1024
-    tokens by a fifth to a twentieth in fp32, and in bf16 one of d12 of 256 by a third; on the first, with smaller tiles, steps of d12 by a
-    twentieth in fp32, a fifth and a twentieth in bf16. On Intel with AVX-512 for bf16 and fp16 by a third in bf16, with AMX and without; in
-    fp32 slower by a twentieth."""
+    """Whether numba's matmuls were measured to be faster than torch's on such a processor: scripts/bench/cpu.md, "Which matmuls run"."""
     vendor, flags = _cpu_line("vendor_id"), _cpu_line("flags")
     if "AuthenticAMD" in vendor:
         return "avx2" in flags
@@ -86,13 +82,13 @@ def likely_device_kind(device: str) -> str:
 
 
 def likely_precision(precision: str, kind: str) -> str:
-    """fp32 or bf16 for a model made from a descriptor, without touching a device: what --plan assumes."""
+    """fp32 or bf16 for a model made from a descriptor, without touching a device: what a CPU takes, and what a GPU is likely to."""
     if precision != "auto":
         return precision
     return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
 
 
-def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
+def matmul_kind(matmul: str, kind: str, precision: str, kernels: str) -> str:
     """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. On a GPU native or fp8."""
     if kind != "cpu":
         return "fp8" if matmul == "fp8" else "native"
@@ -103,6 +99,6 @@ def likely_matmul(matmul: str, kind: str, precision: str, kernels: str) -> str:
     return "native" if precision == "fp32" or cpu_gains_from_bf16() else "widened"
 
 
-def likely_factors(kind: str, precision: str) -> str:
+def factor_type(kind: str, precision: str) -> str:
     """fp32 or bf16: what numba's kernels multiply on this CPU. On a GPU, where there are none, as the weights."""
     return precision if kind != "cpu" or cpu_pairs_bf16() or cpu_has_amx() else "fp32"

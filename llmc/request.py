@@ -29,7 +29,7 @@ from llmc.memory.rooms import widens
 from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
-from llmc.processor import CPU_MATMULS, likely_device_kind, likely_factors, likely_matmul, likely_precision
+from llmc.processor import CPU_MATMULS, factor_type, likely_device_kind, likely_precision, matmul_kind
 from llmc.units import whole
 
 ALONE = World()
@@ -354,7 +354,7 @@ def plan_options(
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
         step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
-        matmul=likely_matmul(s.matmul, kind, precision, s.kernels), factors=likely_factors(kind, precision),
+        matmul=matmul_kind(s.matmul, kind, precision, s.kernels), factors=factor_type(kind, precision),
     )  # fmt: skip
 
 
@@ -400,6 +400,40 @@ def written_batch_size(s: Settings, source: Source) -> int | None:
     return B
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a command line comes to, once nothing is left to decide."""
+
+    settings: Settings  # with numbers for auto
+    options: PlanOptions
+    graphs: bool  # whether steps run as such
+    grad_accum_steps: int
+    reasons: list[str]  # what was decided, and why
+
+
+def settle_all(
+    s: Settings, source: Source, precision: str, world: World, budget: Budget | None, *,
+    kind: str, name: str, capability: tuple[int, int] | None, processors: int | None, shortest_shard=None,
+) -> Settled:  # fmt: skip
+    """Decide what is left to decide once the kernels are, and refuse what cannot be honoured: for a run, or a plan, in the same order.
+
+    kind, name, capability, processors  of the device, cpu or cuda; the last two None where nobody knows them
+    budget, shortest_shard              as settle takes them
+    """
+
+    def options_of(settings):
+        return plan_options(settings, source.config, precision, kind, world, processors)
+
+    options = options_of(s)  # with stand-ins for auto
+    check_attention(options)
+    check_fp8(options, name, capability)
+    graphs = check_graphs(s, options)
+    s, chosen = settle(s, source, options, budget, world, shortest_shard)
+    options = options_of(s)
+    check_sizes(options)
+    return Settled(s, options, graphs, check_batch(s, world), [*zero_note(s, options), *chosen])
+
+
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     refuse_contradictions(s)
@@ -418,24 +452,19 @@ def plan_text(s: Settings) -> str:
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
     why_not = too_old(card.capability if card else OLDEST_CAPABILITY) if kind == "cuda" else not_installed()
     s, kernel_notes = settle_kernels(s, kind, why_not)
-    processors = card.processors if card else None
     if budget is None and kind == "cpu":
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
             share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
             budget = Budget(available_host_bytes() // world.num_local, f"free on this machine{share}", reserve=RESERVE[kind])
-    options = plan_options(s, source.config, precision, kind, world, processors)  # with stand-ins for auto
-    check_attention(options)
-    check_fp8(options, budget.name if card else "", card and card.capability)
-    check_graphs(s, options)
-    s, reasons = settle(s, source, options, budget, world)
-    options, network = plan_options(s, source.config, precision, kind, world, processors), Network(s.link, s.node_link, s.gpus_per_node)
-    check_sizes(options)
-    reasons = [*kernel_notes, *zero_note(s, options), *reasons]
-    grad_accum_steps = check_batch(s, world)
+    settled = settle_all(
+        s, source, precision, world, budget, kind=kind, name=budget.name if card else "",
+        capability=card and card.capability, processors=card and card.processors,
+    )  # fmt: skip
+    options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
-        return json.dumps({"reasons": reasons} | plan_json(options, grad_accum_steps, budget, network) | tensors, indent=1)
-    table = tensors_table(Plan(options)) if s.tensors else plan_table(options, grad_accum_steps, budget, network)
+        return json.dumps({"reasons": reasons} | plan_json(options, settled.grad_accum_steps, budget, network) | tensors, indent=1)
+    table = tensors_table(Plan(options)) if s.tensors else plan_table(options, settled.grad_accum_steps, budget, network)
     return "\n".join([*reasons, table])
 
 
@@ -457,7 +486,9 @@ def shortest_shard(s: Settings) -> int:
     """Inputs in the shortest shard of this run."""
     from llmc.data.shards import inputs_of_shortest
 
-    data = [training_data(s)] + [(s.val_data, "-j")] * (s.val_loss_every > 0)
+    data = [training_data(s)]
+    if s.val_loss_every > 0:
+        data.append((s.val_data, "-j"))
     return min(inputs_of_shortest(*each) for each in data)
 
 

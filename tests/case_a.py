@@ -100,4 +100,4 @@ def save_snapshot(folder, step, model, loader, extra, *, master_weights):
     writer = WriteAtOnce()
     begin_snapshot(writer, folder, step, model, loader, extra, master_weights=master_weights)
     await_all(writer, model.sharing)
-    end_snapshot(writer, folder, model)
+    end_snapshot(folder, writer.take(), model)

@@ -21,7 +21,7 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS
-from llmc.processor import likely_matmul
+from llmc.processor import matmul_kind
 from llmc.rand import XorShift
 from llmc.units import MIB
 from oracle import Trainer, assert_as_good_as_eager, logits_of, loss_and_gradients
@@ -587,7 +587,7 @@ def test_token_losses_are_each_position_s_own(precision):
 def test_memory_is_flat_after_the_first_step(precision):
     """Twenty more steps, evaluations and samples leave resident memory where it was. Matmuls are those of a run on this processor."""
     config = ModelConfig(max_seq_len=64, vocab_size=1000, num_layers=3, num_heads=4, channels=128, padded_vocab_size=1024)
-    model = build(config, precision, B=4, T=64, matmul=likely_matmul("auto", "cpu", precision, "torch"))
+    model = build(config, precision, B=4, T=64, matmul=matmul_kind("auto", "cpu", precision, "torch"))
 
     def turn(step):
         train_step(model, step, 2)
@@ -607,7 +607,7 @@ import gc, json, sys
 import numpy as np
 import torch
 from llmc.host import resident_bytes
-from llmc.processor import likely_matmul
+from llmc.processor import matmul_kind
 from llmc.config import ModelConfig
 from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions
@@ -627,7 +627,7 @@ def step(config, B, T, **options):
     return plan, built, resident_bytes(), model
 
 precision, level = sys.argv[1], int(sys.argv[2])
-options = dict(precision=precision, recompute=level, matmul=likely_matmul("auto", "cpu", precision, "torch"))  # as a run here would
+options = dict(precision=precision, recompute=level, matmul=matmul_kind("auto", "cpu", precision, "torch"))  # as a run here would
 small = ModelConfig(512, 96, 1, 6, 384, 128)
 step(small, 8, 256, **options)  # libraries and threads start up, and keep the working room these widths take
 gc.collect()

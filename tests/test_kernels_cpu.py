@@ -40,6 +40,7 @@ from llmc.layers import cpu_attention, torch_operations
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
+from llmc.rehearsal import TINY, rehearse
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
     CONFIG, precisions, results, test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none,
@@ -274,11 +275,11 @@ def test_a_rehearsal_without_kernels_names_those_of_one_with_them(precision, mon
         launched.append((kernel, door.types_of(args)))
         launch(kernel, *args)
 
-    options = PlanOptions(llmc.kernels_cpu.TINY, 1, 4, precision, kernels="numba", recompute=2, sample_length=1)
+    options = PlanOptions(TINY, 1, 4, precision, kernels="numba", recompute=2, sample_length=1)
     with door.noted() as noted:
-        llmc.kernels_cpu._rehearse(options)
+        rehearse(options)
     monkeypatch.setattr(door, "launch", counted)
-    llmc.kernels_cpu._rehearse(options)
+    rehearse(options)
     assert noted == launched and len(set(noted)) > 10
 
 

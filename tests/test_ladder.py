@@ -189,7 +189,7 @@ def test_the_model_runs_the_passes_of_the_ladder(level):
     model.forward_passes = [lambda *_, run=run: order.append(run.__name__) for run in model.forward_passes]
     model._ln1_forward = lambda _: order.append("_ln1_forward")
     model._fcproj = lambda *_: order.append("_fcproj")
-    model._block_forward(model.layers[1], None)
+    model._block_forward(model.blocks[1], None)
     assert ["_ln1_forward", *order] == [f"_{name}" for name in passes(FORWARD_STAGES)]
 
 

@@ -32,10 +32,9 @@ from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
-from llmc.distributed.tensor_parallel import Divided
+from llmc.distributed.tensor_parallel import Divided, sliced_classifier_inplace
 from llmc.gpt2 import GPT2
 from llmc.layers.adamw import adamw_update
-from llmc.layers.fused_classifier import sliced_classifier_inplace
 from llmc.memory.layout import flat_layout, runs
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan

@@ -91,8 +91,9 @@ class Checkpoints:
 
     def _count(self):
         """Let the checkpoint that all ranks have written count."""
+        step = self._writer.take()
         with self._kept_told():
-            step = end_snapshot(self._writer, self._settings.output_dir, self._model)
+            end_snapshot(self._settings.output_dir, step, self._model)
         if self._settings.async_checkpoint:
             print(f"Wrote checkpoint at step {step}", flush=True)
         self.newest = self.unproven = step
@@ -140,7 +141,7 @@ class Checkpoints:
         Returns what is left, for the sentence with which rank 0 ends the run; empty without -o, and on other ranks.
         """
         folder, step = self._settings.output_dir, self.unproven
-        self._writer.step = None  # one that is being written now will not count
+        self._writer.abandon()
         if not folder or not is_first(self._model):
             return ""
         removed = ""

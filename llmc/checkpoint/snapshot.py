@@ -42,12 +42,10 @@ def await_all(writer, sharing):
     sharing.wait_for_all(f"the files of checkpoint {writer.step}")
 
 
-def end_snapshot(writer, folder, model) -> int:
-    """Mark the checkpoint complete, as all ranks have written their files: it counts from now on. Returns its step."""
-    step, writer.step = writer.step, None
+def end_snapshot(folder, step, model):
+    """Mark a checkpoint complete, as all ranks have written their files: it counts from now on."""
     if is_first(model):
         mark_done(folder, step)
-    return step
 
 
 def contents(folder, step, model, loader, extra, master_weights):

@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20  # copied from a device, to it, or given to a file, at a t
 class WriteAtOnce:
     """Writes what it is given before begin() returns.
 
-    step     step of the checkpoint that was begun and has not been ended; None if there is none
+    step     step of the checkpoint that is on its way: begun, and neither taken nor abandoned; None if there is none
     begun    how many checkpoints were begun
     written  how many of them this rank has wholly written
     """
@@ -30,6 +30,15 @@ class WriteAtOnce:
         for write, tensors in parts:
             write(piece.cpu().numpy() for piece in tensors)
         self.step, self.begun, self.written = step, self.begun + 1, self.written + 1
+
+    def take(self) -> int:
+        """The step of the checkpoint on its way, which all ranks have written: it is on its way no longer."""
+        step, self.step = self.step, None
+        return step
+
+    def abandon(self):
+        """Nobody waits any more for the checkpoint on its way, if there is one: it will not count, whether or not it is wholly written."""
+        self.step = None
 
     @property
     def busy(self) -> bool:
@@ -87,7 +96,7 @@ class WriteBeside(WriteAtOnce):
     def check(self):
         error, self._error = self._error, None
         if error is not None:
-            self.step = None  # nobody waits for it any more
+            self.abandon()
             raise error
 
     def wait(self):

@@ -235,7 +235,7 @@ def knock(address: str, port: int, agent: bool = False) -> Found | None:
     answer = []
 
     def ask():
-        with suppress(DistError, RuntimeError, ValueError, KeyError):
+        with suppress(DistError, RuntimeError, ValueError, KeyError, TypeError):
             store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
             hello = {} if agent else json.loads(store.get("hello"))
             answer.append(Found(store, address, port, **hello))

@@ -14,6 +14,7 @@ from llmc.distributed.tensor_parallel import Undivided
 from llmc.memory.layout import flat_layout, gradient_groups, weight_groups
 from llmc.memory.slots import layer_slot, weight_slot
 from llmc.memory.tables import SUMMED_OVER_PARTS
+from llmc.memory.tuning import LOSS, NORM, STOPS, UNDIVIDED_NORM, WRITTEN
 
 
 class Alone:
@@ -117,11 +118,11 @@ class Sharing(Alone):
 
     @property
     def stops(self):
-        return self._acts["rank_numbers"][:, 3].sum()
+        return self._acts["rank_numbers"][:, STOPS].sum()
 
     @property
     def written_by_all(self):
-        return self._acts["rank_numbers"][:, 4].amin()
+        return self._acts["rank_numbers"][:, WRITTEN].amin()
 
     def anybody(self, says):
         said = torch.tensor([float(says)], device=self._model.device)
@@ -258,16 +259,18 @@ class Sharing(Alone):
 
     def combine(self, numbers, loss_sum, grad_norm):
         o, mine = self.options, numbers[self.whole.rank]
-        mine[0:1].copy_(loss_sum)
-        mine[1:2].copy_(grad_norm)
-        mine[2] = self._norm_of_undivided() if self.parts.size > 1 else 0.0
-        mine[3] = float(self._wants_to_stop)
-        mine[4] = float(self._checkpoints_written)
+        mine[LOSS].copy_(loss_sum[0])
+        mine[NORM].copy_(grad_norm[0])
+        mine[UNDIVIDED_NORM] = self._norm_of_undivided() if self.parts.size > 1 else 0.0
+        mine[STOPS] = float(self._wants_to_stop)
+        mine[WRITTEN] = float(self._checkpoints_written)
         self.whole.gather_shares([numbers.view(-1)]).wait()
         wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and summed in order: the same on every rank
-        loss_sum.copy_(wide[:, 0, 0].sum())
+        loss_sum.copy_(wide[:, 0, LOSS].sum())
         if o.shares or o.tensor_parallel > 1:
-            whole, undivided = wide[: o.ranks if o.shares else 1, :, 1:3].square().unbind(2)
+            # squares add up over the shares of the gradient, or one rank has all of it, and over parts; what all parts have counts once
+            wide = wide[: o.ranks if o.shares else 1].square()
+            whole, undivided = wide[:, :, NORM], wide[:, :, UNDIVIDED_NORM]
             grad_norm.copy_(((whole - undivided).sum() + undivided[:, 0].sum()).sqrt())
 
     # ------------------------------------------------------------------------

@@ -11,14 +11,12 @@ from bisect import bisect_left
 import torch
 
 from llmc.data.order import TokenOrder
-from llmc.layers.fused_classifier import sliced_classifier_inplace
 
 
 class Undivided:
     """The only part: all of the model is here."""
 
     rank, size = 0, 1
-    encoder_forward = None  # the model's own
 
     def attach(self, model):
         """Take over the model that is divided. Its arenas exist already."""
@@ -26,6 +24,10 @@ class Undivided:
     def own_rows(self, x):
         """This part's rows (B, s, C) of x (B, T, C): B*s consecutive ones of all B*T, as a view."""
         return x
+
+    def encode(self, ops, out, inputs, wte, wpe):
+        """out (B, s, C), this part's rows, = wte[inputs] + wpe[position], for inputs (B, T) of the whole vocabulary."""
+        ops.encoder_forward(out, inputs, wte, wpe)
 
     def gathered(self, x):
         """The rows of all parts (B, T, C), given x (B, s, C), this part's."""
@@ -56,6 +58,15 @@ class Undivided:
     def head_rows(self, lnf, chunk):
         """The rows (n, C) of all parts in a chunk, which is the same slice of each part's rows of lnf."""
         return lnf.view(-1, lnf.shape[2])[chunk]
+
+    def classify(self, ops, logits, losses, targets, chunk, scratch, *, V, dloss, rows_at_once):
+        """fused_classifier_inplace of the rows of all parts in a chunk.
+
+        logits  (n, w)  of those rows, this part's columns     losses   (B, T)  fp32, to which all parts add the same
+        V       of the whole vocabulary                        targets  (B, T)  int64
+        """
+        losses, targets = losses.view(-1)[chunk], targets.view(-1)[chunk]
+        ops.fused_classifier_inplace(logits, losses, targets, scratch, V=V, dloss=dloss, rows_at_once=rows_at_once)
 
     def sum_head_rows(self, lnf, chunk):
         """This part's rows of the chunk in lnf become the sum of what all parts wrote over head_rows."""
@@ -127,8 +138,7 @@ class Divided(Undivided):
     # ------------------------------------------------------------------------
     # vocabulary: this part has its rows of wte
 
-    def encoder_forward(self, out, inputs, wte, wpe):
-        """out (B, s, C), this part's rows, = wte[inputs] + wpe[position]."""
+    def encode(self, ops, out, inputs, wte, wpe):
         own, stream = self._own, self.partial(out)
         torch.sub(inputs, self.first_token, out=own)
         others = (own < 0) | (own >= self.vocabulary)
@@ -160,15 +170,53 @@ class Divided(Undivided):
         self.group.gather_shares([row.view(-1)], [logits.view(-1)]).wait()
         return row
 
-    def classify(self, logits, chunk, scratch, *, V, dloss, rows_at_once):
-        """fused_classifier_inplace where logits (n, w) are this part's columns of a chunk's rows. All parts add the same losses.
-
-        scratch: losses and targets (B, T), head_targets (>= n,) int64, and what sliced_classifier_inplace needs.
-        """
-        targets = scratch["head_targets"][: len(logits)]
-        targets.view(self.size, -1).copy_(scratch["targets"].view(self.size, -1)[:, chunk])
+    def classify(self, ops, logits, losses, targets, chunk, scratch, *, V, dloss, rows_at_once):
+        """Scratch: head_targets (>= n,) int64, and what sliced_classifier_inplace needs."""
+        own = scratch["head_targets"][: len(logits)]
+        own.view(self.size, -1).copy_(targets.view(self.size, -1)[:, chunk])
         V = min(V - self.first_token, self.vocabulary)
-        losses = sliced_classifier_inplace(
-            logits, targets.sub_(self.first_token), self.group, scratch, V=V, dloss=dloss, rows_at_once=rows_at_once
+        more = sliced_classifier_inplace(
+            logits, own.sub_(self.first_token), self.group, scratch, V=V, dloss=dloss, rows_at_once=rows_at_once
         )  # fmt: skip
-        scratch["losses"].view(self.size, -1)[:, chunk] += losses.view(self.size, -1)
+        losses.view(self.size, -1)[:, chunk] += more.view(self.size, -1)
+
+
+def sliced_classifier_inplace(logits, targets, group, scratch, *, V, dloss, rows_at_once):
+    """fused_classifier_inplace for logits whose columns are split over several ranks. Returns the losses (n,), in scratch, the same on all.
+
+    logits   (n, w)  this rank's slice of columns; they become their gradient, or undefined, as there
+    targets  (n,)    int64, counted from the slice's first column: 0 <= target < w is in this slice, others are elsewhere; destroyed
+    group    the Group of these ranks, of which largest() and sum_whole() are called with lists of tensors
+    scratch  as there, with classifier_rows (rows_at_once, w)
+    V        number of columns of the slice that are not padding; a negative number means none
+    """
+    n, V, in_fp32 = len(logits), max(0, V), logits.dtype == torch.float32
+    row_max, row_sum, target_logit = (s[:n] for s in scratch["classifier_stats"].view(3, -1))
+    here = (targets >= 0) & (targets < V)
+    index = targets.mul_(here)[:, None]
+    pieces = [slice(at, min(at + rows_at_once, n)) for at in range(0, n, rows_at_once)] if V else []
+
+    def widened(part):
+        x = logits[part, :V]
+        return x if in_fp32 else scratch["classifier_rows"][: part.stop - part.start, :V].copy_(x)
+
+    for s, start in ((row_max, float("-inf")), (row_sum, 0.0), (target_logit, 0.0)):
+        s.fill_(start)
+    for part in pieces:
+        torch.amax(widened(part), 1, out=row_max[part])
+    group.largest([row_max]).wait()
+    for part in pieces:
+        x = widened(part).sub_(row_max[part, None])
+        torch.gather(x, 1, index[part], out=target_logit[part, None])
+        torch.sum(x.exp_(), 1, out=row_sum[part])
+    target_logit.masked_fill_(here.logical_not(), 0.0)
+    group.sum_whole([row_sum, target_logit]).wait()
+    if dloss is not None:
+        for part in pieces:
+            x = widened(part) if in_fp32 else widened(part).sub_(row_max[part, None]).exp_()  # fp32 logits hold exp(x) already
+            x.mul_((dloss / row_sum[part])[:, None])
+            x.scatter_add_(1, index[part], (here[part] * -dloss)[:, None])  # one element per row: no order to depend on
+            if not in_fp32:
+                logits[part, :V].copy_(x)
+        logits[:, V:].zero_()
+    return row_sum.log_().sub_(target_logit)

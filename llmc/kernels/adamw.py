@@ -9,10 +9,13 @@ the last few elements of a tensor whose size is no multiple of 16: there the com
 from llmc.kernels import door
 from llmc.kernels.door import fma, jit, load, round_by, rounding_noise, tl
 from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
+from llmc.memory.tuning import ROUNDING_BLOCK, UPDATE_COLUMNS
 
 CHUNK, ELEMENTS = 8192, 1024  # elements of a program, and of its working set
 ALIGNMENT = 16  # elements: if every tensor and layer starts at a multiple of it, loads are as wide as they can be
-WEIGHTS, COPY, BITS, NONE = range(4)  # where the fp32 master is: the weights themselves, a copy, the bits they lack, nowhere
+# where the fp32 master is: the weights themselves, a copy, the bits that they lack, nowhere
+WEIGHTS, COPY, BITS, NONE = (tl.constexpr(x) for x in range(4))
+BLOCK, COLUMNS = tl.constexpr(ROUNDING_BLOCK), tl.constexpr(UPDATE_COLUMNS)
 M_SHARE, V_DECAY, V_SHARE, EPS = (tl.constexpr(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON))
 
 
@@ -25,12 +28,13 @@ def _adamw(
     program = tl.program_id(0)
     tensor = 0
     for i in tl.static_range(1, TENSORS):
-        tensor += (program >= tl.load(layout + 5 * i)).to(tl.int32)
-    chunk = program - tl.load(layout + 5 * tensor).to(tl.int32)
-    start = tl.multiple_of(tl.load(layout + 5 * tensor + 1), ALIGNMENT)
-    layer_elements = tl.multiple_of(tl.load(layout + 5 * tensor + 2), ALIGNMENT)
-    chunks = tl.load(layout + 5 * tensor + 3).to(tl.int32)
-    whole_first = tl.load(layout + 5 * tensor + 4)
+        tensor += (program >= tl.load(layout + COLUMNS * i)).to(tl.int32)
+    row_of_layout = layout + COLUMNS * tensor  # see chunk_layout
+    chunk = program - tl.load(row_of_layout).to(tl.int32)
+    start = tl.multiple_of(tl.load(row_of_layout + 1), ALIGNMENT)
+    layer_elements = tl.multiple_of(tl.load(row_of_layout + 2), ALIGNMENT)
+    chunks = tl.load(row_of_layout + 3).to(tl.int32)
+    whole_first = tl.load(row_of_layout + 4)
     layer = chunk // chunks
     first = (chunk - layer * chunks) * CHUNK
     layer_start = start + layer * layer_elements
@@ -47,11 +51,12 @@ def _adamw(
         mask = k < layer_elements
         at = layer_start + k
         x = (whole_first + k).to(tl.uint32)
-        column, row = x & 511, (x >> 9) * 512 + layer.to(tl.uint32)
+        column = x % BLOCK
+        row = x - column + layer.to(tl.uint32)
 
-        if MASTER == 1:
+        if MASTER == COPY:
             p = tl.load(master + at, mask=mask, other=0.0)
-        elif MASTER == 2:
+        elif MASTER == BITS:
             low = tl.load(master_bits + at, mask=mask, other=0).to(tl.uint32) & 0xFFFF
             threshold = rounding_noise(column, row, last_seed) & 0xFFFF
             upper = tl.load(weights + at, mask=mask, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -66,7 +71,7 @@ def _adamw(
         p = p * decay + tl.div_rn(m * rate, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + v_correction) + EPS)
 
         noise = tl.zeros_like(x)
-        if MASTER != 0 or m_state.dtype.element_ty == tl.bfloat16:
+        if MASTER != WEIGHTS or m_state.dtype.element_ty == tl.bfloat16:
             noise = rounding_noise(column, row, seed)
         if m_state.dtype.element_ty == tl.bfloat16:
             tl.store(m_state + at, round_by(m, noise >> 16), mask=mask)
@@ -74,13 +79,13 @@ def _adamw(
         else:
             tl.store(m_state + at, m, mask=mask)
             tl.store(v_state + at, v, mask=mask)
-        if MASTER == 0:
+        if MASTER == WEIGHTS:
             tl.store(weights + at, p, mask=mask)
         else:
             tl.store(weights + at, round_by(p, noise), mask=mask)
-        if MASTER == 1:
+        if MASTER == COPY:
             tl.store(master + at, p, mask=mask)
-        if MASTER == 2:
+        if MASTER == BITS:
             tl.store(master_bits + at, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
 
 
@@ -99,7 +104,7 @@ def launch_adamw_update(flat, staged, scratch):
     door.launch(
         _adamw, (programs,), params, flat["gradients"], flat["m"], flat["v"], flat.get("master", params), flat.get("master_bits", params),
         scratch["update_layout"], scratch["update_numbers"], scratch["grad_norm"], GRADIENT_CLIP,
-        TENSORS=len(layout), MASTER=form, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
+        TENSORS=len(layout), MASTER=form.value, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 
 from llmc.backend import copy_in
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
-from llmc.memory.tuning import ROUNDING_BLOCK
+from llmc.memory.tuning import ROUNDING_BLOCK, UPDATE_COLUMNS
 from llmc.units import whole
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
@@ -114,13 +114,13 @@ def chunk_layout(tensors, chunk: int):
     A row of the layout has a tensor's first chunk, its first element in the arena, the elements and the chunks of one layer, and the
     index in the whole layer of the first element here.
     """
-    layout, first = np.empty((len(tensors), 5), np.int64), 0
+    layout, first_chunk = np.empty((len(tensors), UPDATE_COLUMNS), np.int64), 0
     for i, t in enumerate(tensors):
         elements = t.elements // t.layers
         chunks = -(-elements // chunk)
-        layout[i] = first, t.start, elements, chunks, t.first
-        first += t.layers * chunks
-    return layout, first
+        layout[i] = first_chunk, t.start, elements, chunks, t.first
+        first_chunk += t.layers * chunks
+    return layout, first_chunk
 
 
 def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step, grad_norm):

@@ -9,8 +9,10 @@ from llmc.memory.rooms import (
     FP8_DOUT, FP8_DWEIGHT, FP8_FCPROJ, FP8_MATMULS, NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens,
 )  # fmt: skip
 from llmc.memory.slots import LAYER_SLOTS, offload_slot
-from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, resolve
-from llmc.memory.tuning import MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, RANK_NUMBERS, TILE_ROWS, UPDATE_NUMBERS
+from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, resolve
+from llmc.memory.tuning import (
+    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, NUMBERS_OF_STEP, NUMBERS_OF_TENSOR, RANK_NUMBERS, TILE_ROWS, UPDATE_COLUMNS,
+)  # fmt: skip
 
 STEP = ("encoder", "encoder_backward")
 
@@ -186,8 +188,8 @@ def _update_rows(o: PlanOptions):
         yield "update_m", "scratch", "U", "fp32", update
         yield "update_v", "scratch", "U", "fp32", update
     if o.fused:
-        yield "update_layout", "scratch", "16 5", "int64", update
-        yield "update_numbers", "scratch", str(UPDATE_NUMBERS), "int32", update
+        yield "update_layout", "scratch", f"{len(PARAMETERS)} {UPDATE_COLUMNS}", "int64", update
+        yield "update_numbers", "scratch", str(NUMBERS_OF_TENSOR * len(PARAMETERS) + NUMBERS_OF_STEP), "int32", update
         return
     if o.gradients != "fp32":
         yield "norm_work", "scratch", "Nw", "fp32", update

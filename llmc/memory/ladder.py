@@ -94,8 +94,9 @@ class Segments:
     def backward(self):
         """Yields, last segment first, (its layers, those that run forward again before it, the layer that runs after it or None)."""
         walk = list(zip(reversed(self.spans), reversed(self.again)))
-        for (span, again), following in zip(walk, [*walk[1:], None]):
-            yield span, again, following and (following[1] or following[0][::-1])[0]
+        for (span, again), (next_span, next_again) in zip(walk, [*walk[1:], ((), ())]):
+            then = next_again[0] if next_again else next_span[-1] if next_span else None
+            yield span, again, then
 
 
 @cache

@@ -111,7 +111,7 @@ def divides(config: ModelConfig, ranks: int, parts: int = 1) -> bool:
     """Whether all ranks' shares of every tensor are equally large: a part of a tensor is a multiple of f, a part of C, or of k, the
     channels of its heads."""
     sizes = sizes_of(config, parts=parts)
-    return sizes["f"] % ranks == 0 == sizes["k"] % ranks
+    return sizes["f"] % ranks == 0 and sizes["k"] % ranks == 0
 
 
 def gradient_groups(config: ModelConfig) -> dict:

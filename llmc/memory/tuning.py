@@ -20,12 +20,12 @@ MATMUL_ROWS = 256  # rows whose sums each worker has room for
 MATMUL_WORKSPACE = 32 * MIB  # cuBLASLt's, as NVIDIA advises for Hopper
 FP8_PARTIALS = 1024  # parts of a tensor, in each of which the largest element is found before the tensor is converted to FP8
 FP8_MULTIPLE = 16  # FP8 matmuls need multiples of it in every dimension but the rows of an output
-UPDATE_NUMBERS = 50  # for each tensor its seed, its last seed and its decay; and two for the step
+# what the update's kernels read of each tensor: a row of chunk_layout, which never changes, and numbers that do, with more for the step
+UPDATE_COLUMNS, NUMBERS_OF_TENSOR, NUMBERS_OF_STEP = 5, 3, 2
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no scratch
 HEAD_GROUP = 4  # chunks whose weight gradients are added up in bf16; groups are added up in fp32
-# numbers that ranks tell one another every step: loss, norm of their gradient, norm of what all parts have of it, whether to stop,
-# checkpoints written
-RANK_NUMBERS = 5
+# what ranks tell one another every step, a number each, and its column in rank_numbers
+LOSS, NORM, UNDIVIDED_NORM, STOPS, WRITTEN = range(RANK_NUMBERS := 5)
 
 
 @dataclass(frozen=True, slots=True)
