@@ -28,7 +28,7 @@ from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 # --help and --plan take a second, and torch another: what needs it is imported where it is first used
 from llmc import __version__
@@ -67,6 +67,13 @@ from llmc.request import (
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
+
+if TYPE_CHECKING:
+    from llmc.checkpoint.keeper import Checkpoints
+    from llmc.data.evals import EvalLoader
+    from llmc.data.loader import TokenLoader
+    from llmc.data.tokenizer import Tokenizer
+    from llmc.gpt2 import GPT2
 
 LESS_AFTER_FAILURE = 0.9  # ways to fit are then sought in this share of the plan that should have fitted and did not
 # evaluations ask whether some rank heard a signal every so many calls of the model: to ask, the host waits for a GPU
@@ -134,8 +141,9 @@ class LaunchedStep:
     skipped: bool  # whether the update was left out
 
 
-class Run(SimpleNamespace):
-    """What a run holds, in the order in which it comes to it."""
+@dataclass(slots=True)
+class Run:
+    """What a run holds, in the order in which it comes to it; None before."""
 
     # open_run: what was asked, and what follows from it
     settings: Settings
@@ -151,23 +159,23 @@ class Run(SimpleNamespace):
     flops_per_token: int
     peak_tflops: float  # that MFU is relative to
     notes: list[str]  # what was decided, and why
-    # open_data: what it reads. Loaders are None where nothing is evaluated
-    train_loader: object
-    val_loader: object
-    eval_loader: object
-    tokenizer: object  # or None
-    max_steps: int
-    val_batches: int
+    # open_data: what it reads. Where nothing is evaluated there is no loader for that
+    train_loader: "TokenLoader" = None
+    val_loader: "TokenLoader | None" = None
+    eval_loader: "EvalLoader | None" = None
+    tokenizer: "Tokenizer | None" = None
+    max_steps: int = None
+    val_batches: int = None
     # build: what it trains and writes
-    record: MemoryRecord
-    model: object  # llmc.gpt2.GPT2
-    checkpoints: object  # llmc.checkpoint.keeper.Checkpoints
-    loss_outliers: OutlierDetector
-    norm_outliers: OutlierDetector
-    last_batch: tuple | None  # inputs and targets that were trained on last
-    stop: StopRequest
-    log: Logger
-    speed_log: Logger
+    record: MemoryRecord = None
+    model: "GPT2" = None
+    checkpoints: "Checkpoints" = None
+    loss_outliers: OutlierDetector = None
+    norm_outliers: OutlierDetector = None
+    last_batch: tuple | None = None  # inputs and targets that were trained on last
+    stop: StopRequest = None
+    log: Logger = None
+    speed_log: Logger = None
 
     @property
     def resume_step(self) -> int | None:
@@ -279,7 +287,7 @@ def build(run: Run):
     world.wait_for_all("the start of training")
 
 
-def open_data(run):
+def open_data(run: Run):
     """Open shards, evaluations and tokenizer, and settle how many steps and validation batches they are."""
     s, world, plan = run.settings, run.world, run.plan
     world.progress("opening the data")
@@ -318,7 +326,7 @@ def open_data(run):
         print_rows({"tensor_parallel": s.tensor_parallel})
 
 
-def refuse_too_large(run):
+def refuse_too_large(run: Run):
     """Raise NotEnoughMemory, or UserError where it is the host's, for a plan that will not fit, before kernels are compiled for it."""
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
@@ -336,7 +344,7 @@ def refuse_too_large(run):
         )
 
 
-def build_model(run):
+def build_model(run: Run):
     """Allocate the plan, fill in the weights, and make room for checkpoints."""
     plan = run.plan
     print(*allocation_lines(plan), sep="\n", flush=True)
@@ -361,7 +369,7 @@ def build_model(run):
 
 
 @contextmanager
-def memory_explained(run):
+def memory_explained(run: Run):
     """Turn an allocator's refusal inside into NotEnoughMemory, whose ways to fit take less than the plan that was refused."""
     try:
         yield
@@ -395,7 +403,7 @@ def train(s: Settings) -> OSError | None:
     return lost_output
 
 
-def loop(run) -> OSError | None:
+def loop(run: Run) -> OSError | None:
     """Train for -x steps: every diagnostic that is due, then the step. Returns what train returns.
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
@@ -429,7 +437,7 @@ def loop(run) -> OSError | None:
     return end_run(run, clock, step)
 
 
-def step_ahead(run, clock, step: int, before: LaunchedStep | None) -> LaunchedStep | None:
+def step_ahead(run: Run, clock: StepClock, step: int, before: LaunchedStep | None) -> LaunchedStep | None:
     """Launch a step, then finish the one before, if that is still to do. Returns what was launched if a GPU now works on it; a CPU is done
     with it, so it is finished here too."""
     if may_skip(run.settings):  # "skipping update" of this step is printed at once, and belongs after the line of the step before
@@ -449,7 +457,7 @@ def step_ahead(run, clock, step: int, before: LaunchedStep | None) -> LaunchedSt
     return None
 
 
-def end_run(run, clock, step: int) -> OSError | None:
+def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
     """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done. Returns what train returns."""
     run.checkpoints.complete()
     if run.checkpoints.unproven is not None:
@@ -464,23 +472,23 @@ def end_run(run, clock, step: int) -> OSError | None:
     return run.stop.lost_output
 
 
-def steps_of_setting_up(run) -> int:
+def steps_of_setting_up(run: Run) -> int:
     """How many steps at the start are left out of the averages: the first, and with CUDA graphs the second, which captures them. A CPU's
     recording costs only milliseconds."""
     return 2 if run.graphs and run.backend.asynchronous else 1
 
 
-def validation_due(run, step: int, last: bool, stopping: bool) -> bool:
+def validation_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
     """On -v's period, the start included, and at the end; not once asked to stop."""
     return bool(run.val_loader) and not stopping and (last or step % run.settings.val_loss_every == 0)
 
 
-def hellaswag_due(run, step: int, last: bool, stopping: bool) -> bool:
+def hellaswag_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
     """On -v's period, but not at the start, and at the end."""
     return bool(run.eval_loader) and not stopping and on_period(run.settings.val_loss_every, step, last)
 
 
-def sample_due(run, step: int, last: bool, stopping: bool) -> bool:
+def sample_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
     """On -s's period and at the end."""
     return run.settings.sample_every > 0 and not stopping and on_period(run.settings.sample_every, step, last)
 
@@ -490,7 +498,7 @@ def on_period(period: int, step: int, last: bool) -> bool:
     return last or period > 0 and step > 0 and step % period == 0
 
 
-def launch_step(run, clock, step: int) -> LaunchedStep:
+def launch_step(run: Run, clock: StepClock, step: int) -> LaunchedStep:
     """Give the device one training step."""
     run.checkpoints.check()
     s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
@@ -515,7 +523,7 @@ def launch_step(run, clock, step: int) -> LaunchedStep:
     return LaunchedStep(step, started, clock.end(), lr, read, judged, skips)
 
 
-def look_ahead(run, step: int):
+def look_ahead(run: Run, step: int):
     """Check the data of the next step while the device is busy with this one: if they cannot be used, the run writes a checkpoint and ends.
 
     Several ranks agree to stop when they read this step's numbers. Where the next one is launched before that, two steps' data are checked.
@@ -529,7 +537,7 @@ def look_ahead(run, step: int):
 
 
 @contextmanager
-def bad_data_stops(run):
+def bad_data_stops(run: Run):
     """A UserError inside asks the run to stop, which all ranks have yet to agree on, instead of ending it at once."""
     try:
         yield
@@ -537,7 +545,7 @@ def bad_data_stops(run):
         run.stop.cannot_go_on(error)
 
 
-def end_on_failure(run):
+def end_on_failure(run: Run):
     """End all ranks if any of them met an error that it cannot go on with: the lowest such rank prints its error."""
     world, error = run.world, run.stop.error
     speaker = smallest(world, world.rank if error else world.num_processes)
@@ -553,7 +561,7 @@ def may_skip(s: Settings) -> bool:
     return s.skip_loss_z > 0 or s.skip_grad_z > 0
 
 
-def judge(run, read: Callable[[], list[float]]) -> Judged:
+def judge(run: Run, read: Callable[[], list[float]]) -> Judged:
     """Wait for a step's numbers. With them comes whether a rank was asked to stop, which all ranks then agree on."""
     loss_sum, norm, stops, written = read()
     run.stop.agreed |= stops > 0
@@ -562,7 +570,7 @@ def judge(run, read: Callable[[], list[float]]) -> Judged:
     return Judged(loss, norm, loss_z, norm_z, checkpoints_written=int(written))
 
 
-def finish_step(run, clock, launched: LaunchedStep | None):
+def finish_step(run: Run, clock: StepClock, launched: LaunchedStep | None):
     """Wait for a step that was launched, if any, print it and log it."""
     if launched is None:
         return
@@ -587,7 +595,7 @@ def finish_step(run, clock, launched: LaunchedStep | None):
         refuse_numbers_lost(run, step + 1, found)
 
 
-def print_device_state(run):
+def print_device_state(run: Run):
     """-lg's line. The library that answered at the start may fail later, which is no reason to end the run."""
     try:
         print(device_line(run.backend), flush=True)
@@ -595,7 +603,7 @@ def print_device_state(run):
         print(f"note: {error}", flush=True)
 
 
-def prove_last(run, step: int):
+def prove_last(run: Run, step: int):
     """Compute one more loss, to prove a checkpoint after which nothing was trained or validated: on the batch trained last, or the next."""
     run.world.progress(f"step {step}, one more loss")
     if run.last_batch is None:
@@ -611,7 +619,7 @@ def prove_last(run, step: int):
     run.checkpoints.prove(step)
 
 
-def refuse_numbers_lost(run, step: int, found: str):
+def refuse_numbers_lost(run: Run, step: int, found: str):
     """End the run: weights that give no finite loss must neither replace a good checkpoint nor be what -y 1 finds."""
     kept = run.checkpoints.disown()
     advice = "look at the data and at the weights that it began with"
@@ -620,18 +628,18 @@ def refuse_numbers_lost(run, step: int, found: str):
     end_alike(run, UserError("; ".join(filter(None, (f"step {step}: {found}", advice, kept)))), INPUT_CODE)
 
 
-def end_alike(run, error: BaseException, code: int):
+def end_alike(run: Run, error: BaseException, code: int):
     """End all ranks, which come here for the same reason: rank 0 prints it."""
     raise error if run.world.rank == 0 else RankLost(str(error), code, said_elsewhere=True)
 
 
-def agree_to_stop(run):
+def agree_to_stop(run: Run):
     """Tell all ranks whether one of them was asked to stop. Collective: all ranks must call it."""
     if run.model.sharing.anybody(run.stop.requested):
         run.stop.agreed = True
 
 
-def evaluation_ends(run, what: str, call: int) -> bool:
+def evaluation_ends(run: Run, what: str, call: int) -> bool:
     """Whether a signal ends an evaluation or a sample before this call of the model, on all ranks alike: all make the same calls."""
     run.world.progress(f"{what}, call {call}")
     if call % CALLS_PER_STOP_CHECK[run.backend.kind] == 0:
@@ -639,7 +647,7 @@ def evaluation_ends(run, what: str, call: int) -> bool:
     return run.stop.agreed
 
 
-def validate(run, step):
+def validate(run: Run, step: int):
     """Mean loss over the validation batches, always the same ones. Data are checked ahead for as many batches as lie between two stop
     checks."""
     with bad_data_stops(run):
@@ -661,7 +669,7 @@ def validate(run, step):
     run.checkpoints.prove(step)
 
 
-def mean_over_ranks(run, means) -> float:
+def mean_over_ranks(run: Run, means) -> float:
     """The mean over all ranks' means, as many on each."""
     sharing = run.model.sharing
     return sharing.total(sum(mean.item() for mean in means)) / (len(means) * sharing.size)
@@ -671,7 +679,7 @@ class Stopped(Exception):
     """A signal stopped an evaluation before its end."""
 
 
-def evaluate(run, step):
+def evaluate(run: Run, step: int):
     """HellaSwag accuracy."""
     batches = count()  # the same number on all ranks
 
@@ -690,7 +698,7 @@ def evaluate(run, step):
     run.record.phase("HellaSwag", step)
 
 
-def sample(run, step):
+def sample(run: Run, step: int):
     """Print a text the model makes up, from end-of-text on."""
     from llmc.sampler import sample_softmax
 
@@ -710,7 +718,7 @@ def sample(run, step):
     run.record.phase("sampling", step)
 
 
-def skip_update(run, judged: Judged) -> bool:
+def skip_update(run: Run, judged: Judged) -> bool:
     """Whether -sl or -sg leave this update out, as its loss or norm is too many deviations up, or no number. If so it is printed, and the
     step's values are taken out of the outlier windows again."""
     s = run.settings
@@ -723,12 +731,12 @@ def skip_update(run, judged: Judged) -> bool:
     return False
 
 
-def checkpoint_due(run, step: int, last: bool, stopping: bool) -> bool:
+def checkpoint_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
     """On -n's period, at the end, and when asked to stop."""
     return run.checkpoints.due(step, last, stopping)
 
 
-def checkpoint(run, step: int):
+def checkpoint(run: Run, step: int):
     """Write everything a resumed run needs: now, or beside the next steps."""
     s, loader = run.settings, run.train_loader
     run.checkpoints.write(step, loader, {
@@ -738,7 +746,7 @@ def checkpoint(run, step: int):
 
 
 @contextmanager
-def checkpoint_kept(run):
+def checkpoint_kept(run: Run):
     """Whatever ends a run of one rank, a checkpoint that is being written beside training is completed first, and counts.
 
     One rank of several does not wait: the others should hear at once why it ends, and without their files its own count for nothing. The
@@ -756,7 +764,7 @@ def checkpoint_kept(run):
         raise
 
 
-def resume(run):
+def resume(run: Run):
     """Take up the state of the run that wrote the newest checkpoint, whatever its number of ranks and its -b were."""
     from llmc.checkpoint.saved_state import SavedState
     from llmc.checkpoint.snapshot import load_snapshot
@@ -781,7 +789,7 @@ def resume(run):
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
 
 
-def adopt(run, extra: dict):
+def adopt(run: Run, extra: dict):
     """Take over the outlier windows, which llm.c's state file has no room for. Raises UserError where the extra file is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
     if not extra:
