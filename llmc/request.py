@@ -41,7 +41,7 @@ class Source:
 
     config: ModelConfig
     file: str | os.PathLike | None = None  # none: random weights
-    precision: str | None = None  # the file's
+    precision: str | None = None  # the file's, which the run must have; a checkpoint, whose state has fp32 weights, goes on in any
     resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
 
 
@@ -60,7 +60,7 @@ def choose_model(s: Settings) -> Source:
                     f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
                     "resume with the -e of the run that wrote it, or choose another -o"
                 )
-            return Source(config, path, precision, step)
+            return Source(config, path, precision if s.precision == "auto" else None, step)
     if named:
         return named
     if not os.path.exists(s.model):

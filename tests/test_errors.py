@@ -591,7 +591,6 @@ RESUMES = {
     "extra is cut, and its -b to be taken": (damaged(EXTRA, lambda raw: raw[: len(raw) // 2]), "-b auto", EXTRA, "is damaged"),
     "another order": (lambda log: None, "-a 1", "shuffled", "resume with the -a"),
     "another model": (lambda log: None, "-e d12", "is L=3 NH=4 C=64 V=96 maxT=64, but -e d12 is L=12 NH=12 C=768"),
-    "another precision": (lambda log: None, "--precision bf16", "holds fp32 weights, but --precision bf16"),
     "T above the checkpoint's": (lambda log: None, "-t 128", "the model knows 64 positions"),
 }  # fmt: skip
 

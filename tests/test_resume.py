@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from case_a import CONFIG, write_case_a
+from case_a import CONFIG, read_state, write_case_a
 from conftest import REPO
 from forked import LONGEST_S, Program
 from test_errors import token
@@ -149,6 +149,42 @@ def test_stopped_crashed_and_straight_runs_write_the_same_bytes(case, tmp_path, 
     state = files_of(straight, 10)["state_00000010_00000.bin"]
     assert len(files_of(straight, 10)["model_00000010.bin"]) == 1024 + N * (4 if precision == "fp32" else 2)
     assert struct.unpack_from("<I", state, 16)[0] == w
+
+
+@pytest.mark.parametrize("written_in, resumed_in", [
+    ("bf16", "fp32"), ("bf16 --master bits16", "fp32 -w 0"), ("fp32", "bf16"), ("fp32", "bf16 --master bits16"), ("fp32", "bf16 -w 0"),
+])  # fmt: skip
+def test_a_checkpoint_goes_on_in_the_other_precision_with_its_master_weights(case, tmp_path, written_in, resumed_in):
+    """To the bit, seen after a step of learning rate 0; bf16 weights are one of the two neighbours of the master."""
+    model = case / ("bf16.bin" if "bf16" in written_in else "model.bin")
+    argv = [*inputs(case)[:-2], "-e", model, "-b 2 -t 32 -v 0 -s 0 -n 2 -o", tmp_path]
+    ran(*argv, "-x 2 -l 1e-2 --precision", written_in)
+    _, before = read_state(tmp_path / "state_00000002_00000.bin", N)
+    out = ran(*argv, "-x 3 -l 0 -y 1 --precision", resumed_in)
+    first, second = written_in[:4], resumed_in[:4]
+    assert f"the {first} checkpoint goes on in {second}, from its fp32 master weights\n" in out and len(losses(out)) == 1
+    raw = (tmp_path / "model_00000003.bin").read_bytes()[1024:]
+    state, after = read_state(tmp_path / "state_00000003_00000.bin", N)
+    assert state.use_master_weights == ("-w 0" not in resumed_in) and not np.array_equal(before["m"], after["m"])
+    if state.use_master_weights:
+        assert after["master"].tobytes() == before["master"].tobytes()
+    if second == "fp32":
+        assert raw == before["master"].tobytes()
+    elif state.use_master_weights:
+        up = np.frombuffer(raw, "<u2").astype(np.int64) - (before["master"].view("<u4") >> 16)
+        assert set(up) == {0, 1} and not up[before["master"].view("<u4") & 0xFFFF == 0].any()
+
+
+@pytest.mark.parametrize("written_in, resumed_in", [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_checkpoint_without_master_weights_goes_on_in_its_own_precision_only(case, tmp_path, written_in, resumed_in):
+    model = case / ("bf16.bin" if written_in == "bf16" else "model.bin")
+    argv = [*inputs(case)[:-2], "-e", model, "-b 2 -t 32 -v 0 -s 0 -n 2 -w 0 -o", tmp_path]
+    ran(*argv, "-x 2")
+    before = everything_in(tmp_path)
+    refusal = f"state_00000002_00000.bin holds no fp32 master weights, from which a {written_in} checkpoint could go on in {resumed_in}"
+    result = run(*argv, "-x 3 -y 1 --precision", resumed_in)
+    assert result.code == 2 and refusal in result.err
+    assert everything_in(tmp_path) == before
 
 
 def test_a_run_resumes_on_both_sides_of_a_shard_s_and_an_epoch_s_end(case, tmp_path):

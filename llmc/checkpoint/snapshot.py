@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from llmc.checkpoint.model_file import write_model
+from llmc.checkpoint.model_file import read_model_header, write_model
 from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
@@ -118,23 +118,38 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
     """Load weights, m, v, master and the generator from the checkpoint of `step`, which `saved` has open, whichever ranks wrote it.
 
     The state files hold fp32. m and v that this run keeps in fewer bits are rounded to nearest, which is exact where they were as short
-    when written. Without a saved master, this run's starts from the weights. Raises UserError for damaged files, and for a model file
-    that is not the one written with the state.
+    when written. Without a saved master, this run's starts from the weights. A model of another precision than the checkpoint's takes its
+    weights from the master. Raises UserError for damaged files, for a model file that is not the one written with the state, and where
+    there is no such master.
     """
     check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))
     state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
+    _, written_in = read_model_header(model_path(folder, step))
+    converts = written_in != options.precision
+    if converts and not state.use_master_weights:
+        raise UserError(
+            f"{path} holds no fp32 master weights, from which a {written_in} checkpoint could go on in {options.precision}; "
+            "leave --precision out"
+        )
+    if converts:
+        print(f"the {written_in} checkpoint goes on in {options.precision}, from its fp32 master weights")
     if master_weights and not state.use_master_weights and options.precision != "fp32":
         print(f"{path} holds no fp32 master weights: they start from the bf16 weights")
-    if state.use_master_weights and not master_weights:
+    if state.use_master_weights and not master_weights and not converts:
         print(f"{path} holds fp32 master weights, which a run without them leaves unused")
     model.rng.state, model.rng_state_last_update = state.rng_state, state.rng_state_last_update
-    load_weights(model_path(folder, step), model)
+    if not converts:
+        load_weights(model_path(folder, step), model)
     if options.optimizer_state != "fp32":
         print(f"m and v of {path} are rounded to {options.optimizer_state}, unless they were as short when written")
     for name in ("m", "v"):
         fill(model.flat[name], model.layout, partial(saved.read, name), model.sharing.moved)
-    if state.use_master_weights and master_weights and options.precision != "fp32":
-        model.load_master(partial(read_arena, model.layout, partial(saved.read, "master")))
+    read_master = partial(saved.read, "master")
+    if options.precision == "fp32":
+        if converts:
+            fill(model.flat["parameters"], model.layout_of("parameters"), read_master, model.sharing.moved)
+    elif converts or state.use_master_weights and master_weights:
+        model.load_master(partial(read_arena, model.layout, read_master))
 
 
 def check_model_file(path, written, source):
