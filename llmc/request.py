@@ -7,7 +7,6 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from glob import glob
 
 from llmc import __version__
 from llmc.cards import RESERVE, Budget, parse_budget
@@ -41,7 +40,7 @@ class Source:
 
     config: ModelConfig
     file: str | os.PathLike | None = None  # none: random weights
-    precision: str | None = None  # the file's, which the run must have; a checkpoint, whose state has fp32 weights, goes on in any
+    precision: str | None = None  # the file's, which the run must have; a checkpoint with a master goes on in any
     resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
 
 
@@ -64,8 +63,10 @@ def choose_model(s: Settings) -> Source:
     if named:
         return named
     if not os.path.exists(s.model):
+        from llmc.data.shards import matches
+
         from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
-        if not glob(s.train_data):
+        if not matches(s.train_data):
             raise UserError(
                 f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); "
                 f"make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"

@@ -50,13 +50,15 @@ def open_shard(path) -> Shard:
     return Shard(path, num_tokens)
 
 
-def find_shards(pattern: str, flag: str) -> list[str]:
-    """The files that `pattern` (a path or a glob) names, sorted: the data order depends on it. Raises UserError if there are none.
+def matches(pattern: str) -> list[str]:
+    """What there is of that name. [^...] means all characters but these, as in llm.c and as [!...] does; Python's glob alone takes ^ for
+    one more of them."""
+    return glob.glob(re.sub(SET, lambda found: f"[!{found[2]}" if found[1] == "^" else found[0], pattern))
 
-    [^...] means all characters but these, as in llm.c and as [!...] does; to Python's glob alone ^ is one more of them.
-    """
-    negated = re.sub(SET, lambda found: f"[!{found[2]}" if found[1] == "^" else found[0], pattern)
-    paths = sorted(path for path in glob.glob(negated) if not os.path.isdir(path))
+
+def find_shards(pattern: str, flag: str) -> list[str]:
+    """The files that `pattern` (a path or a glob) names, sorted: the data order depends on it. Raises UserError if there are none."""
+    paths = sorted(path for path in matches(pattern) if not os.path.isdir(path))
     if not paths and os.path.isfile(pattern):  # a name with a [ in it
         paths = [pattern]
     if os.path.isdir(pattern):
