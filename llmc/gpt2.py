@@ -42,9 +42,9 @@ OUTER = {p.name for p in PARAMETERS if not p.per_layer}
 class GPT2:
     """A model, its gradients, optimizer state and activations, allocated once from a plan.
 
-    Public views: params, grads (name -> tensor, file order), and the flat arenas flat["parameters"], flat["gradients"],
-    flat["m"], flat["v"], and of a bf16 model flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one,
-    each (num_parameters,).
+    Public views: params, grads (name -> tensor, file order); acts (name -> tensor of the activation arena), and scratch, those of acts
+    that operations work in; and the flat arenas flat["parameters"], flat["gradients"], flat["m"], flat["v"], and of a bf16 model
+    flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one, each (num_parameters,).
     An arena that is sharded over several ranks holds this rank's shares; its params or grads are the tensors that belong to no layer.
 
     sharing  this rank's Sharing; None if there is only one rank
@@ -64,7 +64,8 @@ class GPT2:
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
-        self.linear, self.fcproj_linear, self.head_linear = linear_layers(self.ops, o.matmul, self.acts)
+        self.scratch = {name: view for name, view in self.acts.items() if plan.tensors[name].is_scratch}
+        self.linear, self.fcproj_linear, self.head_linear = linear_layers(self.ops, o.matmul, self.scratch)
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients")
         self.sharing = sharing or Alone()
@@ -238,31 +239,31 @@ class GPT2:
         return self.acts["residual3"][self.plan.residual_slot(l)]
 
     def _ln1_forward(self, block):
-        self.ops.layernorm_forward(block.ln1, block.ln1_mean, block.ln1_rstd, block.residual, block.ln1w, block.ln1b, self.acts)
+        self.ops.layernorm_forward(block.ln1, block.ln1_mean, block.ln1_rstd, block.residual, block.ln1w, block.ln1b, self.scratch)
 
     def _ln1(self, block):
-        self.ops.layernorm_normalize(block.ln1, block.residual, block.ln1_mean, block.ln1_rstd, block.ln1w, block.ln1b, self.acts)
+        self.ops.layernorm_normalize(block.ln1, block.residual, block.ln1_mean, block.ln1_rstd, block.ln1w, block.ln1b, self.scratch)
 
     def _qkv(self, block):
         self.linear.forward(block.qkvr, self._all_rows(block, "ln1"), block.qkvw, block.qkvb)
 
     def _attention(self, block):
-        self.ops.attention_forward(block.atty, block.lse, block.qkvr, self.NH, self.acts)
+        self.ops.attention_forward(block.atty, block.lse, block.qkvr, self.NH, self.scratch)
 
     def _attproj_ln2(self, block):
         self._summed_matmul(block.residual2, block.atty, block.attprojw, block.attprojb)
         self.ops.residual_layernorm_forward(
-            block.residual2, block.ln2, block.ln2_mean, block.ln2_rstd, block.residual, block.ln2w, block.ln2b, self.acts
+            block.residual2, block.ln2, block.ln2_mean, block.ln2_rstd, block.residual, block.ln2w, block.ln2b, self.scratch
         )
 
     def _ln2(self, block):
-        self.ops.layernorm_normalize(block.ln2, block.residual2, block.ln2_mean, block.ln2_rstd, block.ln2w, block.ln2b, self.acts)
+        self.ops.layernorm_normalize(block.ln2, block.residual2, block.ln2_mean, block.ln2_rstd, block.ln2w, block.ln2b, self.scratch)
 
     def _fc(self, block):
         self.linear.forward(block.fch, self._all_rows(block, "ln2"), block.fcw, block.fcb)
 
     def _gelu(self, block):
-        self.ops.gelu_forward(block.fch_gelu, block.fch, self.acts)
+        self.ops.gelu_forward(block.fch_gelu, block.fch, self.scratch)
 
     def _fc_gelu(self, block):
         self.matmul_gelu.forward(block.fch_gelu, block.fch, self._all_rows(block, "ln2"), block.fcw, block.fcb)
@@ -273,7 +274,7 @@ class GPT2:
             residual_add_inplace(block.residual3, block.residual2)
         else:
             self.ops.residual_layernorm_forward(
-                block.residual3, above.ln1, above.ln1_mean, above.ln1_rstd, block.residual2, above.ln1w, above.ln1b, self.acts
+                block.residual3, above.ln1, above.ln1_mean, above.ln1_rstd, block.residual2, above.ln1w, above.ln1b, self.scratch
             )
 
     # ------------------------------------------------------------------------
@@ -291,7 +292,7 @@ class GPT2:
         logits = a["logits"][: len(lnf)]
         self.head_linear.forward(logits, lnf, self.params["wte"])
         self.parts.classify(
-            self.ops, logits, a["losses"], a["targets"], chunk, a,
+            self.ops, logits, a["losses"], a["targets"], chunk, self.scratch,
             V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options),
         )  # fmt: skip
         return logits, lnf
@@ -371,7 +372,8 @@ class GPT2:
                     backward(self, self.blocks[l])
                 complete(l)
         self.ops.launch_encoder_backward(
-            self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, a, accumulate=self.accumulate
+            self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, self.scratch,
+            accumulate=self.accumulate,
         )  # fmt: skip
         complete("encoder")
         sharing.finish()  # the sums may lie in memory that the next forward pass, or the update, uses for something else
@@ -428,14 +430,14 @@ class GPT2:
     def _fcproj_dinput_gelu(self, block):
         a = self.acts
         self.matmul_gelu.backward(a["dfch"], self.parts.gathered(a["dresidual"]), block.fcprojw, block.fch)
-        self.ops.matmul_dbias(block.dfcb, a["dfch"], a, accumulate=self.accumulate)
+        self.ops.matmul_dbias(block.dfcb, a["dfch"], self.scratch, accumulate=self.accumulate)
 
     def _gelu_backward(self, block):
-        self.ops.gelu_backward_inplace(self.acts["dfch"], block.dfcb, block.fch, self.acts, accumulate=self.accumulate)
+        self.ops.gelu_backward_inplace(self.acts["dfch"], block.dfcb, block.fch, self.scratch, accumulate=self.accumulate)
 
     def _gelu_backward_and_again(self, block):
         self.ops.gelu_backward_inplace(
-            self.acts["dfch"], block.dfcb, block.fch, self.acts, accumulate=self.accumulate, out_again=block.fch_gelu
+            self.acts["dfch"], block.dfcb, block.fch, self.scratch, accumulate=self.accumulate, out_again=block.fch_gelu
         )
 
     def _fcproj_dweight(self, block):
@@ -449,7 +451,7 @@ class GPT2:
         a = self.acts
         self.ops.layernorm_backward(
             a["dresidual"], block.dln2w, block.dln2b, block.dattprojb, a["dln2"],
-            block.residual2, block.ln2w, block.ln2_mean, block.ln2_rstd, a, accumulate=self.accumulate,
+            block.residual2, block.ln2w, block.ln2_mean, block.ln2_rstd, self.scratch, accumulate=self.accumulate,
         )  # fmt: skip
 
     def _attproj_backward(self, block):
@@ -461,7 +463,7 @@ class GPT2:
     def _attention_backward(self, block):
         a = self.acts
         self.ops.attention_backward(
-            a["dqkvr"], block.dqkvb, a["datty"], block.qkvr, block.atty, block.lse, self.NH, a, accumulate=self.accumulate
+            a["dqkvr"], block.dqkvb, a["datty"], block.qkvr, block.atty, block.lse, self.NH, self.scratch, accumulate=self.accumulate
         )
 
     def _qkv_backward(self, block):
@@ -473,7 +475,7 @@ class GPT2:
     def _norm_backward(self, block, dln1):
         self.ops.layernorm_backward(
             self.acts["dresidual"], block.dln1w, block.dln1b, block.dproj_bias, dln1,
-            block.residual, block.ln1w, block.ln1_mean, block.ln1_rstd, self.acts, accumulate=self.accumulate,
+            block.residual, block.ln1w, block.ln1_mean, block.ln1_rstd, self.scratch, accumulate=self.accumulate,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------
@@ -489,7 +491,7 @@ class GPT2:
         a, sharing = self.acts, self.sharing
         sharing.settle()  # also if no update follows: the slots of weights may share memory with this scratch
         torch.sum(a["losses"].view(-1), 0, keepdim=True, out=a["loss_sum"])
-        self.ops.global_norm(a["grad_norm"], sharing.gradients(), a, piece=self.tuning.update_elements)
+        self.ops.global_norm(a["grad_norm"], sharing.gradients(), self.scratch, piece=self.tuning.update_elements)
         sharing.combine(a.get("rank_numbers"), a["loss_sum"], a["grad_norm"])
 
     def update(self, learning_rate, weight_decay, step, grad_norm):
@@ -497,10 +499,10 @@ class GPT2:
         last_seeds, self.rng_state_last_update = XorShift(self.rng_state_last_update), self.rng.state
         tensors = tensor_states(self.layout, self.rng, last_seeds)
         numbers = dict(lr=learning_rate, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
-        staged = self.ops.stage_adamw_update(tensors, self.acts, **numbers)
+        staged = self.ops.stage_adamw_update(tensors, self.scratch, **numbers)
 
         def update():
-            self.ops.launch_adamw_update(self.sharing.updated(), staged, self.acts)
+            self.ops.launch_adamw_update(self.sharing.updated(), staged, self.scratch)
             self.sharing.spread()
 
         self.run("update", update)
@@ -513,7 +515,7 @@ class GPT2:
             yield flat["parameters"]
             return
         for tensor, piece in self._weight_pieces():
-            yield read_master(flat, piece, tensor.seed, self.acts)
+            yield read_master(flat, piece, tensor.seed, self.scratch)
 
     def load_master(self, master):
         """Load fp32 weights into the master, whatever form that has, and round the bf16 weights from them.
@@ -527,7 +529,7 @@ class GPT2:
             n = piece.flat.stop - piece.flat.start
             values = flat["master"][piece.flat] if "master" in flat else self.acts["update_parameter"][:n]
             values.copy_(torch.from_numpy(master(piece.flat.start, n)))
-            write_master(flat, piece, values, *piece_noise(piece, tensor.seed, self.acts))
+            write_master(flat, piece, values, *piece_noise(piece, tensor.seed, self.scratch))
         self.sharing.spread()
 
     def last_tensor_states(self):
@@ -537,7 +539,7 @@ class GPT2:
     def _weight_pieces(self):
         """Yields (tensor, piece) for all weights as the last update left them; the tensors have that update's seeds."""
         for tensor in self.last_tensor_states():
-            for piece in pieces_of(tensor, self.acts):
+            for piece in pieces_of(tensor, self.scratch):
                 yield tensor, piece
 
     # ------------------------------------------------------------------------

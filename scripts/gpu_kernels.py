@@ -106,7 +106,7 @@ class Room:
         self.config, self.B, self.T, self.C, self.n = s.config, s.B, s.T, s.config.channels, s.B * s.T
         self.options = run.options(s.config, s.B, s.T, kernels=kernels, gelu_fusion=0, **forms)
         self.plan, self.head_rows, device = Plan(self.options), head_chunk_rows(self.options), run.backend.device
-        wanted = [t for t in self.plan.tensors.values() if t.purpose == "scratch" or t.name.startswith("classifier")]
+        wanted = [t for t in self.plan.tensors.values() if t.is_scratch]
         self.scratch = zeros_of(wanted, device)
         if run.dry and "fp8_partials" in self.scratch:  # a program for each, one after the other: few will do
             self.scratch["fp8_partials"] = self.scratch["fp8_partials"][:4]
@@ -288,7 +288,7 @@ class Attention:
         (B, NH, T, HS), device = shape, run.backend.device
         C, self.NH, kernels = NH * HS, NH, "triton" if kind == "triton" else run.kernels
         plan = Plan(run.options(replace(run.sizes.config, num_heads=NH, channels=C), B, T, kernels=kernels, attention=kind))
-        rooms = [t for t in plan.tensors.values() if t.purpose == "scratch"]
+        rooms = [t for t in plan.tensors.values() if t.is_scratch]
         self.scratch = zeros_of(rooms, device)
         self.operations = operations(kernels, attention=kind)
         self.atty, self.datty, self.qkvr = run.random(B, T, C), run.random(B, T, C), run.random(B, T, 3 * C)

@@ -277,7 +277,7 @@ def test_matmuls_work_in_the_room_that_the_plan_has_for_them(precision, more, mo
     train_step(model, 0)
     model.validate(*batch(1))
     matmul, head = more.get("matmul"), model.acts.get("head_widened")
-    room = {None: None, "numba": model.acts, "widened": model.acts.get("widened")}[matmul]
+    room = {None: None, "numba": model.scratch, "widened": model.acts.get("widened")}[matmul]
     assert ("widened" in model.acts, head is not None) == (matmul == "widened", "grad_dtype" in more)
     dweights = 4 * SMALL.num_layers + 1
     assert sum(name == "matmul_dweight" for name, _ in rooms) == dweights and len(rooms) > 4 * dweights

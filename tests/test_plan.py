@@ -402,7 +402,8 @@ def test_each_byte_of_the_activations_counts_for_the_first_part_that_uses_it(con
     """Byte by byte: kept before shared before head before what is gathered; all others are scratch, gaps too."""
     plan = Plan(options(config, B, T, **changes))
     owner = np.full(plan.arenas["activations"], "scratch", dtype="U8")
-    for part, purposes in (("gathered", ["gathered"]), ("head", ["head"]), ("shared", ["shared", "gradient"]), ("kept", ["kept"])):
+    of_part = {"gathered": ["gathered"], "head": ["head", "head scratch"], "shared": ["shared", "gradient"], "kept": ["kept"]}
+    for part, purposes in of_part.items():
         for t in plan.tensors.values():
             if t.purpose in purposes:
                 owner[t.offset : t.offset + t.nbytes] = part

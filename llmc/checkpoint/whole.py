@@ -86,7 +86,7 @@ class Pieces:
         if "master_bits" not in self.flat:
             return self.flat["master" if "master" in self.flat else "parameters"][t.layer(l)][at : at + n]
         piece = RoundingPiece(t.start, l, 1, at, n, t.elements, t.noise_first)
-        return read_master(self.flat, piece, self.seeds[t.name], self.model.acts)
+        return read_master(self.flat, piece, self.seeds[t.name], self.model.scratch)
 
 
 def shares(tensors, layout, ranks, rank):

@@ -171,8 +171,7 @@ class Divided(Undivided):
         return row
 
     def classify(self, ops, logits, losses, targets, chunk, scratch, *, V, dloss, rows_at_once):
-        """Scratch: head_targets (>= n,) int64, and what sliced_classifier_inplace needs."""
-        own = scratch["head_targets"][: len(logits)]
+        own = self._acts["head_targets"][: len(logits)]
         own.view(self.size, -1).copy_(targets.view(self.size, -1)[:, chunk])
         V = min(V - self.first_token, self.vocabulary)
         more = sliced_classifier_inplace(

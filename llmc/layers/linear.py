@@ -34,16 +34,16 @@ class Linear:
         self.ops.matmul_dweight(dweight, dout, inp, accumulate=accumulate, room=self.dweight_room)
 
 
-def linear_layers(ops, matmul: str, acts: dict) -> tuple[Linear, Linear, Linear]:
+def linear_layers(ops, matmul: str, scratch: dict) -> tuple[Linear, Linear, Linear]:
     """How the layers multiply, how fcproj does, and how the head does.
 
-    matmul  as in PlanOptions
-    acts    name -> view of the plan's activations and scratch, of which numba's and FP8's matmuls take several
+    matmul   as in PlanOptions
+    scratch  name -> view of the plan's scratch, of which numba's and FP8's matmuls take several
     """
     fp8 = matmul == "fp8"
-    room = {"native": None, "widened": acts.get("widened"), "numba": acts, "fp8": acts}[matmul]
-    layers = fcproj = Linear(ops, room, acts.get("widened", room), converts=fp8)
+    room = {"native": None, "widened": scratch.get("widened"), "numba": scratch, "fp8": scratch}[matmul]
+    layers = fcproj = Linear(ops, room, scratch.get("widened", room), converts=fp8)
     if fp8:  # the dout of fcproj must survive while GELU runs: it has buffers of its own, no wider than it is
-        room = acts | {name: acts[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
+        room = scratch | {name: scratch[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
         fcproj, room = Linear(ops, room, room, converts=True), None  # the head's matmuls are never in FP8
-    return layers, fcproj, Linear(ops, room, acts.get("head_widened", room))
+    return layers, fcproj, Linear(ops, room, scratch.get("head_widened", room))

@@ -22,11 +22,16 @@ class PlannedTensor:
     """A tensor of the activation arena. The shape of one that is kept for every layer has a leading L; residual3 has slots instead."""
 
     name: str
-    purpose: str  # kept | shared | gradient | head | gathered | scratch | sample
+    purpose: str  # batch | kept | shared | gradient | head | head scratch | gathered | scratch | sample
     shape: tuple[int, ...]
     dtype: str
     spans: tuple[tuple[str, str], ...]  # (first stage, last stage) of each span that it must survive
     offset: int = -1
+
+    @property
+    def is_scratch(self) -> bool:
+        """Whether it is for the inside of operations, and means nothing between those that use it."""
+        return self.purpose in ("scratch", "head scratch")
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +48,7 @@ def activation_tensors(o: PlanOptions):
 
 def _block_rows(o: PlanOptions):
     """(name, purpose, shape, dtype, *spans): what the blocks read and write, and the input of the first."""
-    yield "inputs", "scratch", "B T", "int64", STEP
+    yield "inputs", "batch", "B T", "int64", STEP
     yield "encoded", "kept", "B s C", "act", STEP
     kept = kept_names(o.recompute)
     lifetimes = transient_lifetimes(o.recompute, o.gelu_fusion)
@@ -61,8 +66,8 @@ def _block_rows(o: PlanOptions):
 def _head_rows(o: PlanOptions):
     """The last layernorm and the classifier. lnf becomes its own gradient, chunk by chunk."""
     head = ("head", "head")
-    yield "targets", "scratch", "B T", "int64", ("encoder", "head")
-    yield "losses", "scratch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
+    yield "targets", "batch", "B T", "int64", ("encoder", "head")
+    yield "losses", "batch", "B T", "fp32", ("encoder", "sample")  # survives micro-steps
     last_norm = ("fcproj", "lnf_backward")  # computed in one pass with the last block's last addition
     yield "lnf", "head", "B s C", "act", last_norm
     yield "lnf_mean", "head", "B s", "fp32", last_norm
@@ -74,13 +79,13 @@ def _head_rows(o: PlanOptions):
         yield "all_logits", "gathered", "1 Vp", "act", ("sample", "sample")
     if not o.fused or o.tensor_parallel > 1:
         if o.precision != "fp32":
-            yield "classifier_rows", "head", "Rc w", "fp32", head
-        yield "classifier_stats", "head", "3 R", "fp32", head
+            yield "classifier_rows", "head scratch", "Rc w", "fp32", head
+        yield "classifier_stats", "head scratch", "3 R", "fp32", head
     if head_sums(o):
         yield "dwte_sum", "head", "w C", "fp32", head
         yield "dwte_group", "head", "w C", "bf16", head
     if o.gradients != o.precision and widens(o):
-        yield "head_widened", "head", "Hw", "fp32", head
+        yield "head_widened", "head scratch", "Hw", "fp32", head
 
 
 def _working_rows(o: PlanOptions):

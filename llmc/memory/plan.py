@@ -18,7 +18,8 @@ from llmc.memory.tables import DTYPE_BYTES, num_parameters
 
 # column for a part of the activation arena -> purposes of its tensors; a shared byte counts for the first column that uses it
 ARENA_PARTS = {
-    "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head",), "gathered": ("gathered",), "scratch": ("scratch", "sample"),
+    "kept": ("kept",), "shared": ("shared", "gradient"), "head": ("head", "head scratch"), "gathered": ("gathered",),
+    "scratch": ("batch", "scratch", "sample"),
 }  # fmt: skip
 
 
