@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 # --help and --plan take a second, and torch another: what needs it is imported where it is first used
 from llmc import __version__
-from llmc.backend import Backend, choose_precision, measure_matmul_tflops, open_backend
+from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.store import extra_path, held_folder
 from llmc.clock import StepClock
@@ -62,8 +62,8 @@ from llmc.preamble import chosen_line, notes, print_device, print_model, print_r
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
-    Source, check_agreement, check_gelu_fusion, check_inputs, check_lengths, check_precision, choose_model, data_ranks, host_budget,
-    plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data,
+    Source, check_agreement, check_gelu_fusion, check_inputs, check_lengths, check_precision, choose_model, choose_precision, data_ranks,
+    host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -213,7 +213,7 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     """Decide what is left to decide, and plan. said: notes so far."""
     world.progress("planning")
     config = source.config
-    precision = choose_precision(s.precision, backend, of_file=source.precision)
+    precision = choose_precision(s, source, backend.kind, backend.name, backend.capability())
     check_agreement(s, source, precision, world)
     s, reasons = settle_kernels_of(s, backend)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)

@@ -8,7 +8,7 @@ from functools import cache
 
 from llmc.errors import UserError
 from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, within_quota
-from llmc.processor import cpu_gains_from_bf16, cpu_name, likely_precision
+from llmc.processor import cpu_gains_from_bf16, cpu_name
 
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt", "fp8": "cublas"}
@@ -218,23 +218,6 @@ def copy_in(out, values):
     if out.device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()  # from pageable memory the copy would wait for everything launched before it
     out.copy_(values.view(out.shape), non_blocking=True)
-
-
-def choose_precision(asked: str, backend: Backend, of_file: str | None = None) -> str:
-    """fp32 or bf16: that of the model file, or else what was asked for, or with auto bf16 wherever the hardware has it.
-
-    Raises UserError for bf16 on a GPU that does not compute in it.
-    """
-    wanted = of_file or asked
-    if backend.kind == "cpu":
-        return likely_precision(wanted, "cpu")
-    native = backend.capability() >= (8, 0)
-    if wanted == "bf16" and not native:
-        why, advice = (
-            ("the model file is bf16, and", "start from an fp32 file") if of_file else ("--precision bf16:", "use --precision fp32")
-        )
-        raise UserError(f"{why} {backend.name} has no bf16 arithmetic (SM80 or later has); {advice}")
-    return wanted if wanted != "auto" else ("bf16" if native else "fp32")
 
 
 def measure_matmul_tflops(backend: Backend, precision: str, others=(), seconds: float = 0.5) -> float:

@@ -28,10 +28,6 @@ class Card:
     capability: tuple[int, int]  # compute capability
 
     @property
-    def has_bf16(self) -> bool:
-        return self.capability >= (8, 0)
-
-    @property
     def budget_bytes(self) -> int:
         """Bytes that are left for a plan."""
         return (self.memory_mib - CONTEXT_MIB) * MIB

@@ -309,11 +309,15 @@ def _usage(flag: Flag) -> str:
     return f"  {', '.join(flag.names)} {flag.value}".rstrip()
 
 
-# flags of llm.c's train_gpt2.py, as its scripts have them, whose names are not near to ours
+# flags of llm.c's train_gpt2.py, as its scripts have them: whose names are not near to ours, and which have nothing to ask for here
 OF_TRAIN_GPT2_PY = {
     "--input_bin": "--train-data", "--input_val_bin": "--val-data", "--num_iterations": "--max-steps", "--warmup_iters": "--warmup-steps",
-    "--learning_rate_decay_frac": "--final-lr-fraction", "--dtype": "--precision",
+    "--learning_rate_decay_frac": "--final-lr-fraction", "--dtype": "--precision", "--tensorcores": "--tf32", "--flash": "--attention",
 }  # fmt: skip
+NOT_NEEDED = {
+    "--grad_clip": "gradients are always clipped to a norm of 1, as llm.c clips them",
+    "--compile": "there is no autograd here for torch.compile to speed up",
+}
 
 
 def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
@@ -328,6 +332,8 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
         )
     from difflib import get_close_matches  # only a mistake needs it
 
+    if name in NOT_NEEDED:
+        raise UserError(f"unknown flag {name}: {NOT_NEEDED[name]}; leave it out")
     near = [OF_TRAIN_GPT2_PY[name]] if name in OF_TRAIN_GPT2_PY else get_close_matches(name, BY_NAME, 3, 0.5)
     if len(name) <= 3:
         near.sort(key=lambda known: known[:2] != name[:2])  # -lr is nearer to -l than to -r

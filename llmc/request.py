@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from llmc import __version__
 from llmc.cards import RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
-from llmc.checkpoint.store import extra_path, find_last_step, model_path
+from llmc.checkpoint.store import extra_path, find_last_step, model_path, state_path
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World, different_from_first, smallest
 from llmc.errors import RankLost, UserError
@@ -40,7 +40,7 @@ class Source:
 
     config: ModelConfig
     file: str | os.PathLike | None = None  # none: random weights
-    precision: str | None = None  # the file's, which the run must have; a checkpoint with a master goes on in any
+    precision: str | None = None  # the file's
     resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
 
 
@@ -59,7 +59,7 @@ def choose_model(s: Settings) -> Source:
                     f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
                     "resume with the -e of the run that wrote it, or choose another -o"
                 )
-            return Source(config, path, precision if s.precision == "auto" else None, step)
+            return Source(config, path, precision, step)
     if named:
         return named
     if not os.path.exists(s.model):
@@ -445,11 +445,7 @@ def plan_text(s: Settings) -> str:
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
     card = budget.card if budget and kind == "cuda" else None
-    precision = source.precision or likely_precision(s.precision, kind)
-    if card and precision == "bf16" and not card.has_bf16:
-        if "bf16" in (source.precision, s.precision):
-            raise UserError(f"{budget.name} has no bf16 arithmetic (SM80 or later has); use --precision fp32 and an fp32 model")
-        precision = "fp32"
+    precision = choose_precision(s, source, kind, budget.name if card else "", card and card.capability)
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
     why_not = too_old(card.capability if card else OLDEST_CAPABILITY) if kind == "cuda" else not_installed()
     s, kernel_notes = settle_kernels(s, kind, why_not)
@@ -470,12 +466,43 @@ def plan_text(s: Settings) -> str:
 
 
 def check_precision(s: Settings, source: Source):
-    """Raise UserError where --precision is not that of the file."""
-    if source.precision and s.precision not in ("auto", source.precision):
+    """Raise UserError where --precision is not that of the file; a checkpoint goes on in any if it has a master."""
+    if source.precision is None or s.precision in ("auto", source.precision):
+        return
+    if source.resume_step is None:
         raise UserError(
             f"{source.file} holds {source.precision} weights, but --precision {s.precision} was asked for; "
             f"leave --precision out, or start from a {s.precision} file"
         )
+    from llmc.checkpoint.state_file import has_master
+
+    path = state_path(s.output_dir, source.resume_step, 0)
+    if not has_master(path):
+        raise UserError(
+            f"{path} holds no fp32 master weights, from which a {source.precision} checkpoint could go on in {s.precision}; "
+            "leave --precision out"
+        )
+
+
+BF16_CAPABILITY = (8, 0)  # Ampere's
+
+
+def choose_precision(s: Settings, source: Source, kind: str, name: str, capability: tuple[int, int] | None) -> str:
+    """fp32 or bf16: what was asked for, else that of the file, else bf16 wherever the hardware has it. To be called after check_precision.
+
+    name, capability  of a GPU, the latter None if nobody knows it. Raises UserError for bf16 on one that does not compute in it.
+    """
+    wanted = s.precision if s.precision != "auto" else source.precision or "auto"
+    if kind == "cpu" or capability is None or capability >= BF16_CAPABILITY:
+        return likely_precision(wanted, kind)
+    if wanted == "bf16":
+        why, advice = "--precision bf16:", "use --precision fp32"
+        if source.precision:
+            why, advice = f"{source.file} holds bf16 weights, and", "start from an fp32 file"
+        if source.resume_step is not None:
+            advice = "use --precision fp32, which goes on from the checkpoint's fp32 master weights"
+        raise UserError(f"{why} {name} has no bf16 arithmetic (SM80 or later has); {advice}")
+    return "fp32"
 
 
 def training_data(s: Settings) -> tuple[str, str]:

@@ -157,6 +157,8 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["--batch_size", "4"], "unknown flag --batch_size: did you mean --batch-size?"),
         (["--learning-rat", "1"], "did you mean --learning-rate?"),
         (["--input_bin", "x.bin"], "unknown flag --input_bin: did you mean --train-data?"),
+        (["--flash", "1"], "unknown flag --flash: did you mean --attention?"),
+        (["--grad_clip", "1"], "unknown flag --grad_clip: gradients are always clipped to a norm of 1, as llm.c clips them; leave it out"),
         (["-help"], "did you mean --help?"),
         (["-lr", "1e-3"], "did you mean -l?"),
         (["-B", "4"], "unknown flag -B"),

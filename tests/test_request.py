@@ -11,7 +11,6 @@ import torch
 import llmc.backend
 import llmc.kernels
 import llmc.processor
-from llmc.backend import choose_precision
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
 from llmc.distributed import World
@@ -20,8 +19,8 @@ from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
 from llmc.request import (
-    Source, check_attention, check_gelu_fusion, check_graphs, check_lengths, check_sizes, host_budget, plan_options, plan_text, run_budget,
-    settle, settle_kernels, shortest_shard,
+    Source, check_attention, check_gelu_fusion, check_graphs, check_lengths, check_sizes, choose_precision, host_budget, plan_options,
+    plan_text, run_budget, settle, settle_kernels, shortest_shard,
 )  # fmt: skip
 from llmc.units import MIB
 
@@ -132,14 +131,19 @@ def triton(monkeypatch):
 
 
 def test_bf16_on_a_gpu_without_it_is_refused_with_advice_for_who_asked_and_for_who_has_a_file_of_it():
-    gpu = SimpleNamespace(kind="cuda", name="V100", capability=lambda: (7, 0))
-    assert [choose_precision("auto", gpu, of_file) for of_file in (None, "fp32")] == ["fp32", "fp32"]
+    def chosen(flags, of_file=None, resume_step=None, capability=(7, 0)):
+        return choose_precision(asked(flags), Source(None, "m.bin", of_file, resume_step), "cuda", "V100", capability)
+
+    assert [chosen("", of_file) for of_file in (None, "fp32")] == ["fp32", "fp32"]
+    assert chosen("--precision fp32", "bf16", resume_step=4) == "fp32"
     with pytest.raises(UserError, match="^--precision bf16: V100 has no bf16 arithmetic .*; use --precision fp32$"):
-        choose_precision("bf16", gpu)
-    with pytest.raises(UserError, match="^the model file is bf16, and V100 has no bf16 arithmetic .*; start from an fp32 file$"):
-        choose_precision("auto", gpu, of_file="bf16")
-    gpu.capability = lambda: (8, 0)
-    assert [choose_precision("auto", gpu, of_file) for of_file in (None, "fp32", "bf16")] == ["bf16", "fp32", "bf16"]
+        chosen("--precision bf16")
+    with pytest.raises(UserError, match="^m.bin holds bf16 weights, and V100 has no bf16 arithmetic .*; start from an fp32 file$"):
+        chosen("", "bf16")
+    with pytest.raises(UserError, match="^m.bin holds .*; use --precision fp32, which goes on from the checkpoint's fp32 master weights$"):
+        chosen("", "bf16", resume_step=4)
+    for capability in ((8, 0), None):
+        assert [chosen("", of_file, capability=capability) for of_file in (None, "fp32", "bf16")] == ["bf16", "fp32", "bf16"]
 
 
 def settled(flags, *capability, numba=""):

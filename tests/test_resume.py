@@ -182,8 +182,9 @@ def test_a_checkpoint_without_master_weights_goes_on_in_its_own_precision_only(c
     ran(*argv, "-x 2")
     before = everything_in(tmp_path)
     refusal = f"state_00000002_00000.bin holds no fp32 master weights, from which a {written_in} checkpoint could go on in {resumed_in}"
-    result = run(*argv, "-x 3 -y 1 --precision", resumed_in)
-    assert result.code == 2 and refusal in result.err
+    for plan in ("", "--plan"):
+        result = run(*argv, "-x 3 -y 1 --precision", resumed_in, plan)
+        assert result.code == 2 and refusal in result.err
     assert everything_in(tmp_path) == before
 
 

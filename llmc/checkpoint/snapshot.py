@@ -119,18 +119,13 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
 
     The state files hold fp32. m and v that this run keeps in fewer bits are rounded to nearest, which is exact where they were as short
     when written. Without a saved master, this run's starts from the weights. A model of another precision than the checkpoint's takes its
-    weights from the master. Raises UserError for damaged files, for a model file that is not the one written with the state, and where
-    there is no such master.
+    weights from the master, which the checkpoint must then have (request.check_precision). Raises UserError for damaged files, and for a
+    model file that is not the one written with the state.
     """
     check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))
     state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
     _, written_in = read_model_header(model_path(folder, step))
     converts = written_in != options.precision
-    if converts and not state.use_master_weights:
-        raise UserError(
-            f"{path} holds no fp32 master weights, from which a {written_in} checkpoint could go on in {options.precision}; "
-            "leave --precision out"
-        )
     if converts:
         print(f"the {written_in} checkpoint goes on in {options.precision}, from its fp32 master weights")
     if master_weights and not state.use_master_weights and options.precision != "fp32":

@@ -77,6 +77,11 @@ def read_num_processes(path) -> int:
     return int(read_state_header(path)[2])
 
 
+def has_master(path) -> bool:
+    """Whether a state file holds fp32 master weights. Raises UserError as read_state_header does."""
+    return bool(read_state_header(path)[4])
+
+
 def read_state_header(path, rank: int | None = None) -> np.ndarray:
     """(256,) int32 of a state file whose header makes sense and, where `rank` is known, is that rank's. Raises UserError otherwise."""
     header = read_header(path, STATE_MAGIC)

@@ -22,6 +22,7 @@ def write_shard(path, tokens) -> None:
     header = new_header(SHARD_MAGIC, SHARD_VERSION, len(tokens))
     write_atomically(path, (header, np.ascontiguousarray(tokens, dtype="<u2")), doing="writing the tokens")
 
+
 SET = r"\[([!^]?)(\][^]/]*\]|[^]/]+\])"  # of a glob: what may negate it, and the rest, in which ] may stand only first
 
 
