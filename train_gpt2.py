@@ -152,8 +152,8 @@ class Run:
     source: Source
     plan: Plan
     graphs: bool  # whether steps run as such
-    budget: Budget  # that the plan must fit
-    host_bytes: int  # that what the plan has in host memory must fit
+    budget: Budget  # device memory for the plan
+    host_bytes: int  # of host memory for the plan
     grad_accum_steps: int
     total_batch_size: int  # tokens of a step, on all ranks
     flops_per_token: int
@@ -358,8 +358,8 @@ def build_model(run: Run):
 
     sharing = None
     if plan.options.world > 1:
-        same_part, same_data, whole = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
-        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), whole, run.world)
+        same_part, same_data, everyone = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
+        sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), everyone, run.world)
     run.model = GPT2(plan, run.backend.device, sharing, graphs_on(run.backend.kind) if run.graphs else None)
     if run.source.file is None:
         run.model.init_random()
@@ -732,7 +732,7 @@ def skip_update(run: Run, judged: Judged) -> bool:
 
 
 def checkpoint_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
-    """On -n's period, at the end, and when asked to stop."""
+    """As Checkpoints.due says."""
     return run.checkpoints.due(step, last, stopping)
 
 

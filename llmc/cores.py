@@ -33,7 +33,7 @@ def sleep_soon_where_busy(environ=os.environ) -> list[str]:
     if busy - spare < BUSY:
         return []
     environ["GOMP_SPINCOUNT"] = SHORT_SPIN
-    return [f"note: other work keeps {busy:.1f} of {len(cores)} cores busy, so threads that wait for one another soon sleep"]
+    return [f"note: other work keeps {busy:.1f} of {len(cores)} cores busy, so threads waiting for one another go to sleep sooner"]
 
 
 def ticks_busy(cores) -> int:

@@ -103,7 +103,7 @@ GROUPS = {
         _choice(("-k",), "lr-scheduler", "cosine", ("cosine", "linear", "constant", "wsd"),
                 "shape of the learning rate over the steps"),
         Flag(("-l",), "learning-rate", float, 3e-4, "LR", "highest learning rate", at_least=0),
-        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps over which the learning rate rises from zero to -l",
+        Flag(("-u",), "warmup-steps", int, 0, "STEPS", "steps over which the learning rate rises to -l",
              at_least=0, at_most=2**31 - 1),
         Flag(("-q",), "final-lr-fraction", float, 1.0, "FRACTION", "learning rate at the end, relative to the highest; 1 does not decay",
              at_least=0),
@@ -119,7 +119,7 @@ GROUPS = {
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
-        _on_off(("-h",), "hellaswag", 0, "score HellaSwag at the end, and whenever -v validates but at the start",
+        _on_off(("-h",), "hellaswag", 0, "score HellaSwag at the end, and whenever -v validates, except at the start",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
     "debugging": (
@@ -257,16 +257,21 @@ def refuse_contradictions(settings: Settings) -> None:
     if s.recompute != "auto" and s.recompute not in NOT_KEPT:
         raise UserError(f"-r {s.recompute}: no such recompute level; use one of {', '.join(map(str, NOT_KEPT))}, or auto")
     if s.recompute == s.batch_size == "auto":
-        raise UserError("-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 5 for the largest -b")
+        raise UserError("-r auto -b auto: each is chosen for the other; give one of them, such as -b 4, or -r 6 for the largest -b")
     if s.offload_residual and s.recompute != "auto" and not can_offload(s.recompute):
-        raise UserError(f"-r {s.recompute} --offload-residual: this level keeps too few residuals to move; use -r 5, which then keeps none")
+        raise UserError(
+            f"-r {s.recompute} --offload-residual: this level keeps too few residuals to be worth moving; "
+            "use -r 5, where most of them go to the host"
+        )
     if (s.json or s.tensors) and not s.plan:
         raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")
     for flag, given in (("ranks", s.ranks), ("link", s.link), ("node-link", s.node_link)):
         if given and not s.plan:
             raise UserError(f"--{flag} is about processes that are only planned for; add --plan, or leave it out")
     if s.node_link and not s.link:
-        raise UserError("--node-link is what is faster than --link, and there is none; add --link, such as --link 400")
+        raise UserError(
+            "--node-link is the speed inside a machine, beside --link's between machines, which is not given; add it, such as --link 400"
+        )
     if s.master in ("fp32", "bits16") and not s.master_weights:
         raise UserError(f"--master {s.master} -w 0: one asks for master weights and the other for none; leave one of them out")
 

@@ -21,7 +21,7 @@ from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
 from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
-from llmc.memory.layout import flat_layout
+from llmc.memory.layout import flat_layout, gradient_groups
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import classifier_rows, head_sums
@@ -72,6 +72,7 @@ class GPT2:
         self.parts = self.sharing.parts
         self.parts.attach(self)
         self.sharing.attach(self)
+        self.gradient_groups = gradient_groups(o.config)
         self.layout = self.layout_of("m")  # of the elements that this rank updates
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
         self.blocks = [self._block(l) for l in range(o.config.num_layers)]
@@ -96,7 +97,8 @@ class GPT2:
         if o.ranks_of(arena) == 1:
             return cut_parameters(self.flat[arena], self.config, o.tensor_parallel), None
         slots = [cut_layer(slot, self.config, o.tensor_parallel) for slot in self.acts[f"layer_{name}"]]
-        return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel), slots
+        also = ("fcprojb",) if arena == "gradients" else ()  # of one layer, with the last layernorm's: see gradient_groups
+        return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel, also), slots
 
     def weight(self, name, l):
         """Layer l of a weight tensor, in the place where it is read; l is 0 for a tensor that belongs to no layer."""
@@ -127,19 +129,19 @@ class GPT2:
         for p in PARAMETERS:
             if p.per_layer:
                 setattr(block, p.name, self.weight(p.name, l))
-                if p.name != "fcprojb":
-                    setattr(block, "d" + p.name, self.gradient(l, p.name, l))
-        # the gradient of the bias of the projection whose output is this block's input
-        block.dproj_bias = None if l == 0 else self.gradient(l, "fcprojb", l - 1)
+        block.dproj_bias = None  # the gradient of the bias of the projection whose output is this block's input
+        for name, of in self.gradient_groups[l]:
+            setattr(block, "d" + name if of == l else "dproj_bias", self.gradient(l, name, of))
         return block
 
     def _final_norm(self):
         """The last layernorm, as the ln1 of a block above the last. The gradient of its output overwrites that output."""
         acts, L = self.acts, self.config.num_layers
+        dlnfw, dlnfb, dproj_bias = (self.gradient("lnf", *of) for of in self.gradient_groups["lnf"])
         return SimpleNamespace(
             residual=self._residual3(L - 1), ln1=acts["lnf"], ln1_mean=acts["lnf_mean"], ln1_rstd=acts["lnf_rstd"],
-            ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], dln1w=self.grads["lnfw"], dln1b=self.grads["lnfb"],
-            dproj_bias=self.gradient("lnf", "fcprojb", L - 1), number=None,
+            ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], dln1w=dlnfw, dln1b=dlnfb,
+            dproj_bias=dproj_bias, number=None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------
@@ -489,7 +491,7 @@ class GPT2:
     def _norm(self):
         """The gradient's norm, and the sum of the losses, which is read along with it."""
         a, sharing = self.acts, self.sharing
-        sharing.settle()  # also if no update follows: the slots of weights may share memory with this scratch
+        sharing.release_all()  # also if no update follows: the slots of weights may share memory with this scratch
         torch.sum(a["losses"].view(-1), 0, keepdim=True, out=a["loss_sum"])
         self.ops.global_norm(a["grad_norm"], sharing.gradients(), self.scratch, piece=self.tuning.update_elements)
         sharing.combine(a.get("rank_numbers"), a["loss_sum"], a["grad_norm"])
@@ -560,18 +562,18 @@ class GPT2:
 
         self.sharing.need("outer", then=0)
         torch.add(self.parts.embedding(p["wte"], token), p["wpe"][position], out=x[0])
-        for l, above, cache in zip(self.blocks, [*self.blocks[1:], self.final], a["kv_cache"]):
-            self.sharing.need(l.number, then=above.number)
-            norm(l.ln1w, l.ln1b)
-            multiply(qkvr, ln, l.qkvw, l.qkvb)
+        for block, above, cache in zip(self.blocks, [*self.blocks[1:], self.final], a["kv_cache"]):
+            self.sharing.need(block.number, then=above.number)
+            norm(block.ln1w, block.ln1b)
+            multiply(qkvr, ln, block.qkvw, block.qkvb)
             self.ops.attention_one_row(atty, qkvr, cache, position, self.NH)
-            multiply(ln, atty, l.attprojw, self.parts.bias(l.attprojb))
+            multiply(ln, atty, block.attprojw, self.parts.bias(block.attprojb))
             self.parts.sum_row(ln)
             residual_add_inplace(x, ln)
-            norm(l.ln2w, l.ln2b)
-            multiply(fch, ln, l.fcw, l.fcb)
+            norm(block.ln2w, block.ln2b)
+            multiply(fch, ln, block.fcw, block.fcb)
             self.ops.gelu_forward(fch, fch, scratch)
-            multiply(ln, fch, l.fcprojw, self.parts.bias(l.fcprojb))
+            multiply(ln, fch, block.fcprojw, self.parts.bias(block.fcprojb))
             self.parts.sum_row(ln)
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])

@@ -2,7 +2,7 @@
 
 The sums are updated, not recomputed, in the order llm.c updates them, so scores equal llm.c's bit for bit. Three things are more
 forgiving here: a value whose update was skipped can be taken back out (undo); a loss of nan or inf, which would turn the sums into nan
-for the rest of the run, never enters; and after values that dwarfed all others, by a factor of a thousand or more, the sums are recomputed.
+for the rest of the run, never enters; and after values that dwarfed all others, by a factor of some ten thousand, the sums are recomputed.
 """
 
 from math import isfinite, nan, sqrt

@@ -59,7 +59,8 @@ def print_sizes(plan: Plan, total_batch_size: int, grad_accum_steps: int):
     o, parameters = plan.options, plan.arenas["parameters"]
     print(f"num_parameters: {num_parameters(o.config)} => bytes: {parameters}")
     print(f"allocated {parameters // MIB} MiB for model parameters")
-    print(f"batch_size B={o.B} * seq_len T={o.T} * num_processes={o.ranks} and total_batch_size={total_batch_size}")
+    ranks = "num_processes" if o.tensor_parallel == 1 else "groups"
+    print(f"batch_size B={o.B} * seq_len T={o.T} * {ranks}={o.ranks} and total_batch_size={total_batch_size}")
     print(f"=> setting grad_accum_steps={grad_accum_steps}")
 
 

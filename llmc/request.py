@@ -20,6 +20,7 @@ from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
+from llmc.memory.ladder import can_keep_gathered
 from llmc.memory.layout import divides
 from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
 from llmc.memory.plan import Plan
@@ -29,7 +30,7 @@ from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 from llmc.processor import CPU_MATMULS, factor_type, likely_device_kind, likely_precision, matmul_kind
-from llmc.units import whole
+from llmc.units import round_up
 
 ALONE = World()
 
@@ -97,7 +98,7 @@ def check_batch(s: Settings, world: World) -> int:
     per_micro_step = s.batch_size * s.sequence_length * ranks
     total = per_micro_step if s.total_batch_size == -1 else s.total_batch_size
     if total % per_micro_step:
-        below, above = total // per_micro_step * per_micro_step, whole(total, per_micro_step)
+        below, above = total // per_micro_step * per_micro_step, round_up(total, per_micro_step)
         choice = f"{below} or {above}" if below else above
         raise UserError(
             f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{ranks} = {per_micro_step}; "
@@ -191,7 +192,7 @@ def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list
     if s.kernels != "auto":
         return s, []
     if why_not:
-        return replace(s, kernels="torch"), [f"note: torch's operators run what {CALLED[own]}'s kernels would do faster: {why_not}"]
+        return replace(s, kernels="torch"), [f"note: torch's operators run, not {CALLED[own]}'s faster kernels: {why_not}"]
     return replace(s, kernels=own), []
 
 
@@ -288,7 +289,7 @@ def check_parts(s: Settings, config: ModelConfig):
         raise UserError(f"--tensor-parallel {parts} is more than there are heads, {config.num_heads}; use a smaller number")
     if not s.tp_recompute_allgather and parts == 1:
         raise UserError("--tp-recompute-allgather 0 is about what --tensor-parallel gathers, and there is none; leave it out")
-    if not s.tp_recompute_allgather and s.recompute not in (0, 1):
+    if not s.tp_recompute_allgather and s.recompute != "auto" and not can_keep_gathered(s.recompute):
         raise UserError(
             f"--tp-recompute-allgather 0 keeps the layernorms of all parts, and -r {s.recompute} does not keep them; "
             "use -r 0 or -r 1, or leave it out"

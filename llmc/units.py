@@ -3,7 +3,7 @@
 MIB = 1024 * 1024
 
 
-def whole(n: int, unit: int) -> int:
+def round_up(n: int, unit: int) -> int:
     """n rounded up to a multiple of unit."""
     return -(-n // unit) * unit
 

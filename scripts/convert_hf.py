@@ -25,7 +25,7 @@ from llmc.errors import UserError, file_error, run_script
 from llmc.files import write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
-from llmc.units import whole
+from llmc.units import round_up
 
 # ours -> theirs; {l} is the layer
 HF_NAMES = {
@@ -145,7 +145,7 @@ def size_from_hf(values: dict, source: str, name: str, default: int | None = Non
 
 def padded_to_128(V: int) -> int:
     """The vocabulary rounded up to a multiple of 128, as llm.c does, which suits matmuls."""
-    return whole(V, 128)
+    return round_up(V, 128)
 
 
 def open_tensors(folder: Path) -> dict:

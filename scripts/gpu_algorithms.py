@@ -8,7 +8,7 @@ from math import inf
 import torch
 
 from llmc.kernels import operations
-from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, Plan
+from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, ChosenMatmul
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
@@ -38,7 +38,7 @@ class Algorithms(CublasLt):
         desc = self._desc(out.dtype, **values)
         layouts = [self._layout(t.dtype, *reversed(t.shape)) for t in (a, b, out)]
         found = self._find(desc, *layouts, (256, 256, 256), WANTED)
-        return [partial(self._launch, Plan(desc, *layouts, result), a, b, out, added) for result in found]
+        return [partial(self._launch, ChosenMatmul(desc, *layouts, result), a, b, out, added) for result in found]
 
 
 def _as_it_lies(matrix):

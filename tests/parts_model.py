@@ -112,10 +112,10 @@ def train(case: Case, rank: int, world_of) -> dict:
         if step == 0:
             seen["gradient"] = model.sharing.gradients().float().numpy().copy()
         model.update(1e-3, 0.1, step + 1, norm)
-    model.sharing.settle()
+    model.sharing.release_all()
     seen["evaluation"] = model.token_losses(*own(case, rank, 1000)).numpy().copy()
     seen["logits"] = np.stack([model.next_logits(token, position) for position, token in enumerate((3, 1, 4, 1))])
-    model.sharing.settle()
+    model.sharing.release_all()
     seen["flat"] = {name: raw(flat) for name, flat in model.flat.items() if name != "gradients"}
     seen["arenas"] = {name: flat.nbytes for name, flat in model.flat.items()}
     seen["arenas"]["activations"] = model.acts["losses"].untyped_storage().nbytes()

@@ -158,7 +158,7 @@ def train(case: Case, rank: int, process_group) -> dict:
         if step != 1:
             between(model)
             seen["logits"] += [model.next_logits(token, position) for position, token in enumerate((3, 1))]
-    model.sharing.settle()
+    model.sharing.release_all()
     seen["flat"] = {name: raw(flat) for name, flat in model.flat.items() if name != "gradients"}
     seen["arenas"] = {name: flat.nbytes for name, flat in model.flat.items()} | {
         "activations": model.acts["losses"].untyped_storage().nbytes()

@@ -69,6 +69,6 @@ def sent_by(o, micro_steps, data, parts, everyone, computes=True) -> dict:
             model.train(inputs, targets, micro_steps, micro_step)
         model.update(1e-3, 0.1, n + 1, model.grad_norm())
         steps.append({among: dict(group.sent - before[among]) for among, group in named.items()})
-    model.sharing.settle()
+    model.sharing.release_all()
     assert all(one == steps[0] for one in steps)
     return steps[0]

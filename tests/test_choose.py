@@ -19,7 +19,7 @@ from llmc.distributed import World
 from llmc.errors import NotEnoughMemory
 from llmc.flags import parse
 from llmc.host import available_host_bytes
-from llmc.memory.choose import choose_batch, choose_recompute, largest_batch, levels_of, ways_to_fit
+from llmc.memory.choose import choose_batch, choose_recompute, largest_batch, levels_of, most_that_fit, ways_to_fit
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
@@ -49,9 +49,11 @@ def total(options, **changes) -> int:
 # the recompute level
 
 
-def test_levels_are_all_of_them_but_those_that_leave_nothing_to_offload():
+def test_levels_are_all_of_them_but_those_that_leave_nothing_to_offload_or_to_keep_gathered():
     assert levels_of(CASES[0]) == LEVELS
     assert levels_of(CASES[4]) == LEVELS[:-1]
+    parts = replace(CASES[0], kernels="triton", tensor_parallel=2)
+    assert levels_of(parts) == LEVELS and levels_of(replace(parts, keep_gathered=True)) == (0, 1)
 
 
 @every_case
@@ -133,6 +135,15 @@ def test_the_largest_batch_may_lie_far_beyond_the_first_that_does_not_fit():
             first = next(B for B, total in totals.items() if total > budget)
             assert max(fitting) > first + 8, "or it would be found without looking far"
             assert largest_batch(o, budget) == max(fitting)
+
+
+def test_the_largest_batch_is_one_that_the_options_take():
+    """With FP8, B * T a multiple of 16."""
+    o = PlanOptions(D12, 1, 1000, device="cuda", kernels="triton", matmul="fp8")
+    budget = total(o, B=35)
+    assert most_that_fit(o, budget) >= 35 and o.batch_multiple == 2
+    assert largest_batch(o, budget) == max(B for B in range(2, 60, 2) if total(o, B=B) <= budget)
+    assert largest_batch(o, total(o, B=1)) == 0
 
 
 def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():

@@ -40,7 +40,7 @@ def test_ticks_are_those_of_the_cores_that_were_asked_for_and_no_idle_ones(tmp_p
 
 
 @pytest.mark.parametrize("ticks, note", [
-    (0, None), (4, None), (10, "note: other work keeps 1.0 of 2 cores busy, so threads that wait for one another soon sleep"),
+    (0, None), (4, None), (10, "note: other work keeps 1.0 of 2 cores busy, so threads waiting for one another go to sleep sooner"),
 ])  # fmt: skip
 def test_threads_sleep_soon_from_half_a_core_on(monkeypatch, ticks, note):
     """Of a tenth of a second, by a clock that says so, in hundredths."""
@@ -74,6 +74,6 @@ def test_a_program_among_others_says_so_and_openmp_hears_it(tmp_path):
         program = subprocess.Popen([sys.executable, "-c", code, REPO], env=env, **pipes)
         said = program.stdout.readline()
     _, shown = program.communicate()
-    assert program.returncode == 0 and "cores busy, so threads that wait for one another soon sleep" in said
+    assert program.returncode == 0 and "cores busy, so threads waiting for one another go to sleep sooner" in said
     if "GOMP_SPINCOUNT" in shown:  # where torch's OpenMP is GNU's
         assert "GOMP_SPINCOUNT = '3000'" in shown

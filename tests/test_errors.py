@@ -306,6 +306,8 @@ FLAGS = {
     "unknown optimizer state": ("--optimizer-state fp16", "--optimizer-state is 'fp16', but must be fp32 or bf16"),
     "unknown gradients": ("--grad-dtype x", "--grad-dtype is 'x', but must be auto, fp32 or bf16"),
     "budget in another unit": ("--memory-budget 12parsecs", "--memory-budget 12parsecs: expected a size such as", "known cards: v100-16,"),
+    "budget without a unit": ("--memory-budget 24", "--memory-budget 24: expected a size such as", "did you mean 24GiB?"),
+    "budget with half a unit": ("--memory-budget 500m", "--memory-budget 500m: expected a size such as", "did you mean 500MiB?"),
     "budget of nothing": ("--memory-budget 0GiB", "--memory-budget 0GiB: expected a size such as 24GiB or 500MiB, or a card such as"),
     "budget of a card that is none": ("--memory-budget h10", "--memory-budget h10: expected a size such as", "did you mean h100 or"),
     "budget of a card that is none, planned": ("--memory-budget h10 --plan", "--memory-budget h10: expected", "did you mean h100 or"),

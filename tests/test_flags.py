@@ -66,9 +66,9 @@ AT_ODDS = {
     "--json": "--json is a form of the plan; add --plan", "--tensors -b 2": "--tensors is a form of the plan; add --plan",
     "--ranks 8": "--ranks is about processes that are only planned for; add --plan, or leave it out",
     "-pn 8 --link 400": "--link is about processes that are only planned for; add --plan", "--node-link 3600": "--node-link is about",
-    "--plan --ranks 8 --node-link 3600": "--node-link is what is faster than --link, and there is none; add --link",
-    "-r 6 --offload-residual": "-r 6 --offload-residual: this level keeps too few residuals to move",
-    "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to move",
+    "--plan --ranks 8 --node-link 3600": "--node-link is the speed inside a machine, beside --link's between machines",
+    "-r 6 --offload-residual": "-r 6 --offload-residual: this level keeps too few residuals to be worth moving",
+    "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to be worth moving",
     "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
     "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
 }  # fmt: skip

@@ -488,7 +488,7 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
     assert done.err.startswith("error: step 2: the loss is now nan, so these weights are of no use; lower -l, raise -u, or look at")
     assert done.err.endswith(f"; DONE_00000001 removed again, no checkpoint is left in {tmp_path / 'out'}\n")
-    assert "no checkpoint at step 2: since that of step 1 no loss and norm were numbers" in done.out
+    assert "no checkpoint at step 2: since that of step 1 every loss or norm was nan or infinite, and no update was made" in done.out
     assert (tmp_path / "out" / "model_00000001.bin").read_bytes() == path.read_bytes()
     assert not list((tmp_path / "out").glob("DONE_*"))
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2", QUIET)

@@ -190,5 +190,5 @@ def test_sizes_are_the_rank_s_arena_and_its_share_of_the_step(capsys):
     parameters = plan.arenas["parameters"]
     assert capsys.readouterr().out.splitlines() == [
         f"num_parameters: 124475904 => bytes: {parameters}", f"allocated {parameters // MIB} MiB for model parameters",
-        "batch_size B=4 * seq_len T=1024 * num_processes=2 and total_batch_size=24576", "=> setting grad_accum_steps=3",
+        "batch_size B=4 * seq_len T=1024 * groups=2 and total_batch_size=24576", "=> setting grad_accum_steps=3",
     ]  # fmt: skip

@@ -186,7 +186,8 @@ def test_at_the_end_of_an_epoch_the_tails_alone_are_left(shards, tmp_path):
     assert "dropped" not in plan.notes[0]
     assert_an_ordinary_epoch(shards, [loader], (1, 21, 1))
     loaders, plan = resumed(shards, (8, 8, 1), *checkpoint)
-    assert plan.remainder is None and plan.notes[0].endswith(": 63 tokens of this epoch are left, less than a batch; the next one begins")
+    says = ": 63 tokens of this epoch are left, fewer than a batch takes; the next epoch begins"
+    assert plan.remainder is None and plan.notes[0].endswith(says)
     assert "remainder" not in loaders[0].data_state()
     assert_an_ordinary_epoch(shards, loaders, (8, 8, 1))
 

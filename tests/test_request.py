@@ -164,7 +164,7 @@ def test_kernels_are_the_device_s_own_unless_torch_is_asked_for(triton, capabili
 def test_a_cpu_without_numba_trains_with_torch_and_says_so_but_not_if_numba_was_asked_for():
     why = "numba is not installed (pip install numba)"
     settings, notes = settled("", numba=why)
-    assert settings.kernels == "torch" and notes == [f"note: torch's operators run what numba's kernels would do faster: {why}"]
+    assert settings.kernels == "torch" and notes == [f"note: torch's operators run, not numba's faster kernels: {why}"]
     assert settled("--kernels torch", numba=why)[1] == []
     with pytest.raises(UserError, match="--kernels numba: numba is not installed .*; leave it out"):
         settled("--kernels numba", numba=why)
@@ -215,7 +215,7 @@ def test_graphs_that_cannot_be_are_refused_if_asked_for(flags, kind, sentence):
 def test_a_card_without_triton_trains_with_torch_and_says_so_but_not_if_triton_was_asked_for(triton, capability, installed, launches, why):
     triton(installed, launches)
     settings, notes = settled("", *capability)
-    assert settings.kernels == "torch" and notes == [f"note: torch's operators run what Triton's kernels would do faster: {why}"]
+    assert settings.kernels == "torch" and notes == [f"note: torch's operators run, not Triton's faster kernels: {why}"]
     with pytest.raises(UserError, match="--kernels triton: .*leave it out") as refusal:
         settled("--kernels triton", *capability)
     assert why in str(refusal.value)
@@ -253,7 +253,7 @@ def test_ranks_that_could_not_run_are_not_planned_for_either(flags, sentence):
 
 def test_a_plan_for_a_card_too_old_for_triton_is_that_of_torch_s_operators():
     text = plan_text(asked("-e d12 -b 4 --plan --memory-budget t4"))
-    assert "torch's operators run what Triton's kernels would do faster: they need a card of SM80" in text
+    assert "torch's operators run, not Triton's faster kernels: they need a card of SM80" in text
     assert text.partition("\n")[2] == plan_text(asked("-e d12 -b 4 --plan --memory-budget t4 --kernels torch"))
 
 
@@ -272,6 +272,19 @@ def test_levels_that_do_not_go_with_offloaded_residuals_are_neither_taken_nor_pr
         choose_recompute(o, budget)
     ways = ways_to_fit(o, budget, 64, count=9)
     assert ways and not any("-r 6" in way.flags for way in ways)
+
+
+def test_levels_that_do_not_keep_what_is_gathered_are_neither_taken_nor_proposed():
+    flags = "--tensor-parallel 2 --tp-recompute-allgather 0 --kernels numba -b 64 -t 256"
+    o = plan_options(asked(f"{flags} -r auto"), D12, "bf16", "cpu", World(num_processes=2, num_local=2))
+    assert o.keeps_gathered and levels_of(o) == (0, 1)
+    budget = Plan(replace(o, recompute=1)).total_bytes - 1
+    with pytest.raises(NotEnoughMemory, match="no recompute level fits .*: -r 1 still needs"):
+        choose_recompute(o, budget)
+    ways = ways_to_fit(o, budget, 64, count=9)
+    assert ways
+    for way in ways:  # each can be asked for
+        plan_options(asked(f"{flags} {way.flags}"), D12, "bf16", "cpu", World(num_processes=2, num_local=2))
 
 
 def test_the_plan_is_of_the_kernels_that_will_run(triton):

@@ -122,11 +122,11 @@ def refused(folder, *words):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_files_that_are_not_of_one_run_are_refused_by_name(tmp_path, sharded):
     """A mixture of whole files and shards, other processes, a master or none, another step, another rank's file, no file."""
-    third = "state_00000007_00002.bin"
+    third, held = "state_00000007_00002.bin", f"{N} and {N // 4}" if sharded else f"{N // 4} and {N}"
     for change, *words in (
-        (dict(sharded=not sharded), f"says {N if sharded else N // 4} parameters in it", "the file of rank 0 says"),
-        (dict(num_processes=3), "says 3 processes, and the file of rank 0 says 4"),
-        (dict(master=False), "says 0 master weights", "says 1"),
+        (dict(sharded=not sharded), f"disagree on how many parameters a file holds: {held};"),
+        (dict(num_processes=3), "disagree on the number of processes: 3 and 4; they are not of one run"),
+        (dict(master=False), "disagree on whether there are master weights, 0 no, 1 yes: 0 and 1"),
         (dict(step=6), "written at step 6; expected 7"),
         (dict(rank=1), "written by rank 1 of 4 processes; expected rank 2"),
     ):
@@ -139,12 +139,15 @@ def test_files_that_are_not_of_one_run_are_refused_by_name(tmp_path, sharded):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_file_of_any_other_length_is_refused_by_name(tmp_path, sharded):
-    write_checkpoint(tmp_path, 2, sharded=sharded)
-    path = state_path(tmp_path, STEP, 1)
-    good = path.read_bytes()
-    for damaged in (good[:-1], good + b"x", good[:1024], good[: len(good) // 2]):
-        path.write_bytes(damaged)
-        refused(tmp_path, str(path), f"has {len(damaged)} bytes", f"3 x {N} parameters", f"3 x {N // 2}", "one of 2 processes")
+    """As a file like the first; the first, as what it may be by its length."""
+    for rank in (1, 0):
+        write_checkpoint(tmp_path, 2, sharded=sharded)
+        path = state_path(tmp_path, STEP, rank)
+        good = path.read_bytes()
+        for damaged in (good[:-1], good + b"x", good[:1024], good[: len(good) // 2]):
+            path.write_bytes(damaged)
+            is_shard = sharded or rank == 0 and len(damaged) < 1024 + 12 * N
+            refused(tmp_path, str(path), f"has {len(damaged)} bytes", f"a state of 3 x {N // 2 if is_shard else N} parameters")
     path.write_bytes(good[:16] + struct.pack("<i", 0) + good[20:])  # forgot its master
     refused(tmp_path, str(path))
 

@@ -177,7 +177,7 @@ def test_a_denied_done_or_deletion_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", raising(errno.EROFS))
     with pytest.raises(UserError, match="marking the checkpoint complete failed at .*DONE_00000005.*Read-only"):
         store.mark_done(tmp_path, 5)
-    with pytest.raises(UserError, match="deleting the checkpoint of step 4 failed.*Read-only"):
+    with pytest.raises(UserError, match="removing DONE_00000004 failed.*Read-only"):
         store.delete(tmp_path, 4)
 
 

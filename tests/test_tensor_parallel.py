@@ -221,7 +221,7 @@ def in_files(case, rank, world_of):
     model = parts_model.build(case, rank, world_of)
     model.train(*parts_model.own(case, rank, 0))
     model.update(1e-3, 0.1, 1, model.grad_norm())
-    model.sharing.settle()
+    model.sharing.release_all()
     names = [name for name in ("parameters", "m", "v", "master") if name in model.flat or name == "master" and "master_bits" in model.flat]
     return {
         "flat": {name: raw(flat) for name, flat in model.flat.items() if name != "gradients"},

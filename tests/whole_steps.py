@@ -12,7 +12,7 @@ from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import ALIGNMENT
-from llmc.units import whole
+from llmc.units import round_up
 
 TINY = ModelConfig(max_seq_len=8, vocab_size=21, num_layers=2, num_heads=2, channels=16, padded_vocab_size=24)
 B, T, ACCUM = 2, 5, 2
@@ -48,7 +48,7 @@ def plan_without_sharing(options: PlanOptions) -> Plan:
     """A plan in whose arena every tensor has bytes of its own."""
 
     def place(tensors, stages):
-        sizes = {t.name: whole(t.nbytes, ALIGNMENT) for t in tensors}
+        sizes = {t.name: round_up(t.nbytes, ALIGNMENT) for t in tensors}
         ends = list(accumulate(sizes.values()))
         return dict(zip(sizes, [0, *ends])), ends[-1]
 

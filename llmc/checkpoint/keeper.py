@@ -39,7 +39,8 @@ class Checkpoints:
         return self._writer.written
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
-        """On -n's period, at the end, and when asked to stop; never where there is no -o, nor at the step just resumed from."""
+        """With -n on its period and at the end; when asked to stop, even without -n; but never where there is no -o, before anything is
+        trained, unless that is the end, nor at the step just resumed from."""
         s = self._settings
         if not s.output_dir or step == self._resumed or step == 0 and (stopping or not last):
             return False
@@ -57,7 +58,8 @@ class Checkpoints:
             print(f"note: the checkpoint of step {writer.step} is still being written; that of step {step} waits for it, as will others")
         self.complete()
         if self.unproven is not None:  # -sl or -sg have skipped every update since, so these weights are in that checkpoint
-            print(f"no checkpoint at step {step}: since that of step {self.unproven} no loss and norm were numbers", flush=True)
+            reason = f"since that of step {self.unproven} every loss or norm was nan or infinite, and no update was made"
+            print(f"no checkpoint at step {step}: {reason}", flush=True)
             return
         master_weights = self._model.plan.options.master != "none"
         with self._kept_told():
@@ -148,7 +150,7 @@ class Checkpoints:
         if step is not None:
             name = done_path(folder, step).name
             if step == self._resumed:
-                return f"so it does from that checkpoint on: remove {name} from {folder} to resume from one before"
+                return f"the run resumed from a checkpoint of these weights: remove {name} from {folder} to resume from an earlier one"
             unmark(folder, step)
             removed = f"{name} removed again, "
         left = highest_step(folder)

@@ -31,11 +31,11 @@ def write_model(path, config: ModelConfig, precision: str, pieces) -> None:
         MODEL_MAGIC, VERSIONS[precision], config.max_seq_len, config.vocab_size,
         config.num_layers, config.num_heads, config.channels, config.padded_vocab_size,
     )  # fmt: skip
-    pieces = whole(pieces, parameter_bytes(config, precision))
+    pieces = adding_up_to(pieces, parameter_bytes(config, precision))
     write_atomically(path, chain([header], pieces), doing="writing the model")
 
 
-def whole(pieces, expected: int):
+def adding_up_to(pieces, expected: int):
     """Pass on uint8 pieces, asserting at the end that they add up to `expected` bytes, while the file is still a temporary one."""
     total = 0
     for piece in pieces:

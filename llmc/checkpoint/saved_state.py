@@ -6,12 +6,12 @@ elements in the order of a whole file and need not know which it is. Source: llm
 """
 
 import os
-from contextlib import suppress
 
 import numpy as np
 
 from llmc.checkpoint.state_file import (
-    STEP, TrainingState, read_extra, read_facts, read_state_header, tensor_names, tensor_offset,
+    NUM_PROCESSES, STEP, USE_MASTER_WEIGHTS, TrainingState, has_master, read_extra, read_facts, read_state_header, tensor_names,
+    tensor_offset,
 )  # fmt: skip
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
@@ -19,6 +19,9 @@ from llmc.errors import UserError
 from llmc.files import Numbers
 from llmc.memory.layout import flat_layout
 from llmc.memory.tables import num_parameters
+
+# entries of the header in which all files of a checkpoint must agree
+AGREED = {"the number of processes": NUM_PROCESSES, "whether there are master weights, 0 no, 1 yes": USE_MASTER_WEIGHTS}
 
 
 class SavedState:
@@ -33,20 +36,20 @@ class SavedState:
     def __init__(self, folder, step: int, config: ModelConfig):
         self.folder, self.step = folder, step
         first = self._checked_header(0)
-        self.num_processes, self.use_master_weights = int(first[2]), bool(first[4])
+        self.num_processes, self.use_master_weights = int(first[NUM_PROCESSES]), bool(first[USE_MASTER_WEIGHTS])
         self._layers = layers(config)
         whole = num_parameters(config)
         held = (whole, whole // self.num_processes)  # elements in a whole file, in a shard
         self._states: list[TrainingState] = []
         for rank in range(self.num_processes):
             path, header = state_path(folder, step, rank), self._checked_header(rank)
-            for what, entry in (("processes", 2), ("master weights (0 no, 1 yes)", 4)):
+            for what, entry in AGREED.items():
                 self._agree(path, what, int(header[entry]), int(first[entry]))
-            state, sharded = read_whole_or_shard(path, self.num_processes, whole, self._layers)
-            self.sharded = sharded if rank == 0 else self.sharded
-            self._agree(path, "parameters in it", held[sharded], held[self.sharded])
+            state, sharded = read_whole_or_shard(path, self.num_processes, whole, self._layers, like=self.sharded if rank else None)
+            if rank == 0:
+                self.sharded, self._file_parameters = sharded, held[sharded]
+            self._agree(path, "how many parameters a file holds", held[sharded], self._file_parameters)
             self._states.append(state)
-        self._file_parameters = held[self.sharded]
         self._numbers: Numbers | None = None  # those of the file that was read last
 
     def _checked_header(self, rank: int) -> np.ndarray:
@@ -62,7 +65,7 @@ class SavedState:
     def _agree(self, path, what: str, found: int, expected: int) -> None:
         if found != expected:
             raise UserError(
-                f"{path} says {found} {what}, and the file of rank 0 says {expected}; expected the files of one run, "
+                f"{path} and the file of rank 0 disagree on {what}: {found} and {expected}; they are not of one run, "
                 "so resume from another checkpoint"
             )
 
@@ -108,20 +111,22 @@ def layers(config: ModelConfig) -> np.ndarray:
     return np.array([(t.layer(l).start, t.layer(l).stop) for t in flat_layout(config) for l in range(t.layers)], np.int64)
 
 
-def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray) -> tuple[TrainingState, bool]:
+def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray, like: bool | None) -> tuple[TrainingState, bool]:
     """The TrainingState in a state file whose header is good, and whether its length is that of a shard rather than of the whole.
 
     whole  number of the model's parameters
-    Raises UserError for a file that is neither.
+    like   whether the checkpoint's first file is a shard; None for that file itself
+    Raises UserError for a file that is neither: what is wrong with it as what the first is, or as what the first is long enough to be.
     """
     if num_processes == 1 or ((layers[:, 1] - layers[:, 0]) % num_processes).any():
         return read_facts(path, whole), False
+    errors = []
     for sharded, held in ((False, whole), (True, whole // num_processes)):
-        with suppress(UserError):
+        try:
             return read_facts(path, held), sharded
-    count = len(tensor_names(bool(read_state_header(path)[4])))
-    raise UserError(
-        f"{path} has {os.path.getsize(path)} bytes, which are neither {count} x {whole} parameters nor {count} x "
-        f"{whole // num_processes}, the share of one of {num_processes} processes; it is damaged or of another model, "
-        "so resume from another checkpoint"
-    )
+        except UserError as error:
+            errors.append(error)
+    if like is None:
+        last = tensor_names(has_master(path))[-1]
+        like = os.path.getsize(path) < tensor_offset(last, whole) + 4 * whole
+    raise errors[like]

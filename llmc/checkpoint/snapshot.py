@@ -27,7 +27,7 @@ def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights
     """
     sharing = model.sharing
     print(f"Writing checkpoint at step {step}")
-    sharing.settle()
+    sharing.release_all()
     if is_first(model):
         unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
     sharing.barrier()
@@ -38,7 +38,7 @@ def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights
 def await_all(writer, sharing):
     """Wait until all ranks have written their files. Raises UserError if this one could not."""
     writer.wait()
-    sharing.settle()
+    sharing.release_all()
     sharing.wait_for_all(f"the files of checkpoint {writer.step}")
 
 

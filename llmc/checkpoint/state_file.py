@@ -11,14 +11,16 @@ from itertools import chain
 
 import numpy as np
 
-from llmc.checkpoint.model_file import whole
+from llmc.checkpoint.model_file import adding_up_to
 from llmc.data.walk import LoaderState
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
 from llmc.rand import STATE_STRUCT
 
 STATE_VERSION = 1
-STEP, RNG_STATE, RNG_STATE_LAST_UPDATE, SHARD_IDX, SAMPLE_IDX = 10, 20, 22, 30, 32  # header entries; all but STEP are uint64
+# header entries: int32, then uint64
+NUM_PROCESSES, RANK, USE_MASTER_WEIGHTS, SHOULD_SHUFFLE, STEP = 2, 3, 4, 5, 10
+RNG_STATE, RNG_STATE_LAST_UPDATE, SHARD_IDX, SAMPLE_IDX = 20, 22, 30, 32
 SHUFFLE_RNG_BYTES = STATE_STRUCT.size  # 2520, llm.c's mt19937_state
 
 
@@ -54,7 +56,7 @@ def write_state(path, state: TrainingState, tensors, num_parameters: int) -> Non
     put_uint64(header, RNG_STATE_LAST_UPDATE, state.rng_state_last_update)
     put_uint64(header, SHARD_IDX, loader.current_shard_idx)
     put_uint64(header, SAMPLE_IDX, loader.current_sample_idx)
-    tensors = whole(tensors, 4 * num_parameters * len(tensor_names(state.use_master_weights)))
+    tensors = adding_up_to(tensors, 4 * num_parameters * len(tensor_names(state.use_master_weights)))
     write_atomically(path, chain([header], tensors, loader_pieces(loader)), doing="writing the state")
 
 
@@ -74,12 +76,12 @@ def loader_pieces(loader: LoaderState) -> list:
 
 def read_num_processes(path) -> int:
     """How many ranks wrote the checkpoint this state file belongs to. Raises UserError as read_state_header does."""
-    return int(read_state_header(path)[2])
+    return int(read_state_header(path)[NUM_PROCESSES])
 
 
 def has_master(path) -> bool:
     """Whether a state file holds fp32 master weights. Raises UserError as read_state_header does."""
-    return bool(read_state_header(path)[4])
+    return bool(read_state_header(path)[USE_MASTER_WEIGHTS])
 
 
 def read_state_header(path, rank: int | None = None) -> np.ndarray:
@@ -119,13 +121,13 @@ def read_facts(path, num_parameters: int, rank: int | None = None) -> TrainingSt
     Raises UserError for a missing, damaged or foreign file.
     """
     header = read_state_header(path, rank)
-    names = tensor_names(bool(header[4]))
+    names = tensor_names(bool(header[USE_MASTER_WEIGHTS]))
     tensors_end = HEADER_BYTES + 4 * num_parameters * len(names)
     return TrainingState(
         step=int(header[STEP]),
-        num_processes=int(header[2]),
-        rank=int(header[3]),
-        use_master_weights=bool(header[4]),
+        num_processes=int(header[NUM_PROCESSES]),
+        rank=int(header[RANK]),
+        use_master_weights=bool(header[USE_MASTER_WEIGHTS]),
         rng_state=get_uint64(header, RNG_STATE),
         rng_state_last_update=get_uint64(header, RNG_STATE_LAST_UPDATE),
         loader=read_loader(path, header, tensors_end, f"a state of {len(names)} x {num_parameters} parameters"),
@@ -139,7 +141,7 @@ def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderSt
     Raises UserError unless the file ends where the section does.
     """
     place = {"current_shard_idx": get_uint64(header, SHARD_IDX), "current_sample_idx": get_uint64(header, SAMPLE_IDX)}
-    if not header[5]:
+    if not header[SHOULD_SHUFFLE]:
         check_size(path, offset, f"{tensors} without a shuffled loader")
         none = np.zeros(0, np.int32)
         return LoaderState(False, **place, shard_indices=none, shard_num_samples=0, intra_shard_indices=none, shuffle_rng=b"")

@@ -83,7 +83,7 @@ def unmark(folder, step: int) -> None:
         done_path(folder, step).unlink(missing_ok=True)
         sync_folder(folder)  # otherwise the disk may reorder removals
     except OSError as error:
-        raise file_error(error, folder, f"deleting the checkpoint of step {step}") from error
+        raise file_error(error, folder, f"removing {done_path(folder, step).name}") from error
 
 
 def files_of(folder, step: int) -> list[Path]:

@@ -46,9 +46,9 @@ class Pieces:
                 source = rank * t.parts + part
                 for at, n in self._places(t):
                     room = self.part_room[:n]
-                    if self.sharing.whole.rank == source:
+                    if self.sharing.everyone.rank == source:
                         room.copy_(self._read(t, l, at, n))
-                    self.sharing.whole.send_from(source, room).wait()
+                    self.sharing.everyone.send_from(source, room).wait()
                     yield room
 
     def put_together(self, t, l):

@@ -65,7 +65,7 @@ def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geom
     if written.geometry is None and len(states) != geometry.num_processes and shuffled:
         raise UserError(
             f"the checkpoint is of {len(states)} processes and does not say their -b and -t, as llm.c's do not, so what is left of "
-            f"its epoch cannot be known; resume with {len(states)} processes (-pn {len(states)})"
+            f"its epoch cannot be known; resume with {len(states)} processes (-pn {len(states)}, or that times --tensor-parallel)"
         )
     was = written.geometry or Geometry(geometry.B, geometry.T, len(states))
     old_shards = shards if written.shards is None else written.shards
@@ -89,7 +89,7 @@ def describe(remainder: Remainder, was: Geometry) -> str:
     now = remainder.geometry
     change = f"with {now}, after {was}" if was != now else "with other training files"
     if not remainder.num_samples:
-        return f"resuming {change}: {remainder.num_inputs:,} tokens of this epoch are left, less than a batch; the next one begins"
+        return f"resuming {change}: {remainder.num_inputs:,} tokens of this epoch are left, fewer than a batch takes; the next epoch begins"
     dropped = f"; {remainder.num_dropped:,} make no whole batch and are dropped" if remainder.num_dropped else ""
     return (
         f"resuming {change}: {remainder.num_inputs:,} tokens of this epoch are left, "

@@ -15,13 +15,13 @@ def split_world(rank: int, size: int, parts: int) -> tuple["Group", "Group", "Gr
 
     The parts of one model are neighbouring ranks. Every rank must make every group, in this order.
     """
-    whole, copies = Group(rank, size), size // parts
+    everyone, copies = Group(rank, size), size // parts
     if parts == 1:
-        return whole, Group(0, 1), whole
+        return everyone, Group(0, 1), everyone
     same_data = [dist.new_group(list(range(c * parts, (c + 1) * parts))) if copies > 1 else None for c in range(copies)]
     same_part = [dist.new_group(list(range(p, size, parts))) if copies > 1 else None for p in range(parts)]
     copy, part = divmod(rank, parts)
-    return Group(copy, copies, same_part[part]), Group(part, parts, same_data[copy]), whole
+    return Group(copy, copies, same_part[part]), Group(part, parts, same_data[copy]), everyone
 
 
 class Done:

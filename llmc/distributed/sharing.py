@@ -56,7 +56,7 @@ class Alone:
     def release(self, key):
         """The weights of group `key` are not read again before the next need(key): their slot may be used for something else."""
 
-    def settle(self):
+    def release_all(self):
         """Wait for all weights that are being gathered, and give up all slots: their memory may be used for something else."""
 
     def whole_weights(self):
@@ -100,14 +100,14 @@ class Alone:
 class Sharing(Alone):
     """One of several ranks; `plan` says how many, and the ZeRO stage.
 
-    group  Group of the ranks with the same part of the model, which share its gradients and weights
-    parts  Divided, over the ranks with the same data, whose parts make up the model; or Undivided
-    whole  Group of all ranks
-    world  World whose watch is told that something long still goes on; without one, all ranks wait in collectives alone
+    group     Group of the ranks with the same part of the model, which share its gradients and weights
+    parts     Divided, over the ranks with the same data, whose parts make up the model; or Undivided
+    everyone  Group of all ranks
+    world     World whose watch is told that something long still goes on; without one, all ranks wait in collectives alone
     """
 
-    def __init__(self, plan, group, parts=None, whole=None, world=None):
-        self.options, self.group, self.parts, self.whole = plan.options, group, parts or Undivided(), whole or group
+    def __init__(self, plan, group, parts=None, everyone=None, world=None):
+        self.options, self.group, self.parts, self.everyone = plan.options, group, parts or Undivided(), everyone or group
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
         self._weight_groups, self._gradient_groups = (groups(plan.options.config) for groups in (weight_groups, gradient_groups))
         self._sums, self._coming = {}, {}  # group -> (handle, adding, last) of its gradients; group -> handle of its weights
@@ -126,7 +126,7 @@ class Sharing(Alone):
 
     def anybody(self, says):
         said = torch.tensor([float(says)], device=self._model.device)
-        self.whole.largest([said]).wait()
+        self.everyone.largest([said]).wait()
         return said.item() > 0
 
     def total(self, number):
@@ -172,7 +172,7 @@ class Sharing(Alone):
     def release(self, key):
         self._in_slot.pop(weight_slot(key), None)
 
-    def settle(self):
+    def release_all(self):
         for key in list(self._coming):
             self._wait_for_weights(key)
         self._in_slot.clear()
@@ -188,7 +188,7 @@ class Sharing(Alone):
                 yield whole
 
     def barrier(self):
-        self.whole.barrier()
+        self.everyone.barrier()
 
     def wait_for_all(self, what):
         if self.world:
@@ -258,13 +258,13 @@ class Sharing(Alone):
         return self._gradient_shares
 
     def combine(self, numbers, loss_sum, grad_norm):
-        o, mine = self.options, numbers[self.whole.rank]
+        o, mine = self.options, numbers[self.everyone.rank]
         mine[LOSS].copy_(loss_sum[0])
         mine[NORM].copy_(grad_norm[0])
         mine[UNDIVIDED_NORM] = self._norm_of_undivided() if self.parts.size > 1 else 0.0
         mine[STOPS] = float(self._wants_to_stop)
         mine[WRITTEN] = float(self._checkpoints_written)
-        self.whole.gather_shares([numbers.view(-1)]).wait()
+        self.everyone.gather_shares([numbers.view(-1)]).wait()
         wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and summed in order: the same on every rank
         loss_sum.copy_(wide[:, 0, LOSS].sum())
         if o.shares or o.tensor_parallel > 1:
@@ -285,7 +285,7 @@ class Sharing(Alone):
         return flat | {"gradients": self._gradient_shares} if self.stage == 1 else flat
 
     def spread(self):
-        self.settle()
+        self.release_all()
         if self.stage not in (1, 2):
             return
         for packed, whole in self._shares("parameter_share", "parameters"):

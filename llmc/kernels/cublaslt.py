@@ -87,7 +87,7 @@ class HeuristicResult(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChosenMatmul:
     """All that a matmul needs besides its pointers."""
 
     desc: c_void_p
@@ -265,7 +265,7 @@ class MatmulGelu(CublasLt):
                 f"cuBLASLt {self._library.cublasLtGetVersion()} has no algorithm on this card for a matmul with GELU in it, "
                 f"m {m}, n {n}, k {k}, {dtype}, within a workspace of {self._workspace.numel()} bytes; use -ge 0"
             )
-        return Plan(desc, *layouts, found[0])
+        return ChosenMatmul(desc, *layouts, found[0])
 
 
 def _check(name, tensor, *, dtype, shape, alignment):

@@ -45,8 +45,8 @@ PRANGE_PARTS = ("__numba_parfor_gufunc", "<numba.np.ufunc.wrappers", "parallelgu
 
 
 class _Part(JITCodeLibrary):
-    """A kernel's code, or code that is linked into it, translated to machine code when something asks for its address: only for a whole
-    kernel's does anything ask. numba by itself translates every part, and optimizes those of a prange loop, each of which holds all that it
+    """A kernel's code, or code that is linked into it, translated to machine code only when something asks for its address, as happens for
+    whole kernels alone. numba by itself translates every part, and optimizes those of a prange loop, each of which holds all that it
     calls, one after the other. Here only helpers are optimized before they are linked, so that every kernel has the same sums of them.
 
     No kernel or helper may call itself.

@@ -23,7 +23,7 @@ from llmc.kernels_cpu.tiles import (
 from llmc.memory.tuning import MATMUL_BLOCK as BLOCK
 from llmc.memory.tuning import MATMUL_DEPTH as DEPTH
 from llmc.memory.tuning import MATMUL_PANEL as PANEL
-from llmc.units import even_part, whole
+from llmc.units import even_part, round_up
 
 IN_PLACE, BY_TILES, BY_PARTS = range(3)  # how the left matrix is read
 # out (M, N) = (adds: out +) a (M, K) @ b (K, N) (biased: + bias); all_k is K in factors, rounded up to whole tiles: whatever is called
@@ -203,7 +203,7 @@ def _launch(out, bias, adds, shape, left, right, room):
     streams = streams_lines(out, N, packed)
     packed, panels, sums = factors(packed), factors(panels), array(sums)
     values = 2 if packed.dtype == np.uint32 else 1
-    all_k = whole(door.cdiv(K, values), tile.depth)
+    all_k = round_up(door.cdiv(K, values), tile.depth)
     sums_room = len(sums) // workers // BLOCK * BLOCK
     sizes = _sizes(M, N, all_k, where, tile, workers, len(packed), len(panels) // workers, sums_room)
     panels = panels[: workers * (sizes.columns + tile.rows) * sizes.depth].reshape(workers, -1)

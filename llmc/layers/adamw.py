@@ -18,7 +18,7 @@ import torch
 from llmc.backend import copy_in
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
 from llmc.memory.tuning import ROUNDING_BLOCK, UPDATE_COLUMNS
-from llmc.units import whole
+from llmc.units import round_up
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 GRADIENT_CLIP = 1.0  # a gradient of larger norm is scaled down to this norm
@@ -169,7 +169,7 @@ class RoundingPiece:
 def rounding_pieces(tensor_start, layers, n_elements, room, first=0):
     """Cut a tensor of `layers` equal slices into pieces whose noise, padded to whole blocks on both sides, fits `room` elements."""
     n, before = n_elements // layers, first % ROUNDING_BLOCK
-    padded = whole(before + n, ROUNDING_BLOCK)
+    padded = round_up(before + n, ROUNDING_BLOCK)
     if padded <= room:
         together = room // padded
         for layer in range(0, layers, together):

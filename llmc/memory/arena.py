@@ -78,12 +78,11 @@ def cut_layer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Ten
     return _cut(flat, {p.name: shape[1:] for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()) if p.per_layer})
 
 
-def cut_outer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Name -> view of the tensors that belong to no layer; and, where there is room, of one layer's fcprojb (C,)."""
-    shapes = {p.name: shape for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()) if not p.per_layer}
-    if len(flat) > sum(map(prod, shapes.values())):
-        shapes["fcprojb"] = (config.channels,)
-    return _cut(flat, shapes)
+def cut_outer(flat: torch.Tensor, config, parts: int = 1, also=()) -> dict[str, torch.Tensor]:
+    """Name -> view of the tensors that belong to no layer, and after them of one layer's tensors of the names `also`."""
+    shapes = parameter_shapes(config, parts)
+    outer = {p.name: shapes[p.name] for p in PARAMETERS if not p.per_layer}
+    return _cut(flat, outer | {name: shapes[name][1:] for name in also})
 
 
 def cut_parameters(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from math import isqrt
 
 from llmc.errors import NotEnoughMemory
 from llmc.memory.cost import extra_flops_percent
-from llmc.memory.ladder import NOT_KEPT, can_offload
+from llmc.memory.ladder import NOT_KEPT, can_keep_gathered, can_offload
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.units import MIB
@@ -22,12 +22,16 @@ MASTER_BITS_COST = 0.5  # the update generates each piece's noise twice
 WAITING_COST = 0.7  # training waits for the disk when a checkpoint is due
 BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
 
-DIPS = 16  # of memory, that the search for the largest batch goes beyond: with a tiny model every fourth B may be one, to any budget
+DIPS = 16  # how many dips of memory the search for the largest batch passes; in a tiny model every fourth B can be one, without end
 
 
 def levels_of(options: PlanOptions) -> tuple[int, ...]:
     """The recompute levels these options can run at."""
-    return tuple(level for level in NOT_KEPT if can_offload(level) or not options.offload_residual)
+    return tuple(
+        level
+        for level in NOT_KEPT
+        if (can_offload(level) or not options.offload_residual) and (can_keep_gathered(level) or not options.keeps_gathered)
+    )
 
 
 def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1) -> tuple[int, str]:
@@ -56,7 +60,7 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
     def bytes_of(B):
         return Plan(replace(options, B=B)).total_bytes
 
-    fits = largest_batch(options, budget_bytes)
+    fits = most_that_fit(options, budget_bytes)
     limit = max(1, fits if most is None else min(fits, most))
     B, multiple = limit, options.batch_multiple
     while B > 1 and (total_sequences and total_sequences % B or B % multiple or bytes_of(B) > budget_bytes):
@@ -80,6 +84,15 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
 
 
 def largest_batch(options: PlanOptions, budget_bytes: int) -> int:
+    """The largest B that these options take and whose whole plan fits in `budget_bytes`; 0 if there is none."""
+    most, multiple = most_that_fit(options, budget_bytes), options.batch_multiple
+    B = most // multiple * multiple
+    while B not in (0, most) and Plan(replace(options, B=B)).total_bytes > budget_bytes:
+        B -= multiple
+    return B
+
+
+def most_that_fit(options: PlanOptions, budget_bytes: int) -> int:
     """The B whose whole plan fits in `budget_bytes`, while B + 1 does not, whatever the B of the options; 0 if not even one sequence fits.
 
     There may be several, as memory grows with B except for dips: placement is greedy and takes large tensors first, so it may do better

@@ -115,13 +115,15 @@ def _head(o, sizes) -> tuple[int, int]:
 
 
 def _update_bytes(o) -> int:
-    """Gradient read for the norm and for the update; weights, m, v and the master read and written, each in its own type.
+    """Gradient read for the norm and for the update; weights, m, v and the master read and written, each in its own type. Where there is an
+    fp32 master, the bf16 weights are only written.
 
     With several ranks, each takes the norm of its share where gradients are summed in shares, and from ZeRO stage 1 on updates its share.
     """
     normed, updated = o.num_parameters // (o.ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
-    kept = 2 * DTYPE_BYTES[o.optimizer_state] + DTYPE_BYTES[o.precision] + 4 * o.keeps_master + 2 * o.keeps_bits
-    return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * 2 * kept
+    weights = DTYPE_BYTES[o.precision] * (1 if o.keeps_master else 2)
+    kept = 2 * DTYPE_BYTES[o.optimizer_state] + 4 * o.keeps_master + 2 * o.keeps_bits
+    return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * (weights + 2 * kept)
 
 
 # ----------------------------------------------------------------------------

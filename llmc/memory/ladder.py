@@ -33,6 +33,11 @@ def kept_names(level: int) -> tuple[str, ...]:
     return tuple(a.name for a in BLOCK_ACTIVATIONS if a.name not in NOT_KEPT[level])
 
 
+def can_keep_gathered(level: int) -> bool:
+    """Whether the rows that tensor parallelism gathers can be kept at a level: where the layernorms of which they are, are kept."""
+    return {"ln1", "ln2"}.issubset(kept_names(level))
+
+
 @cache
 def backward_schedule(level: int):
     """The stages of one block's backward pass in order, forward stages that run again included.

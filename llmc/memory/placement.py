@@ -3,7 +3,7 @@
 from bisect import insort
 
 from llmc.memory.tuning import ALIGNMENT
-from llmc.units import whole
+from llmc.units import round_up
 
 
 def place(tensors, stages) -> tuple[dict[str, int], int]:
@@ -26,7 +26,7 @@ def place(tensors, stages) -> tuple[dict[str, int], int]:
                 if offset + nbytes <= start:
                     break
                 offset = max(offset, end)
-        insort(ranges, (offset, whole(offset + nbytes, ALIGNMENT), alive))
+        insort(ranges, (offset, round_up(offset + nbytes, ALIGNMENT), alive))
         offsets[tensor.name] = offset
     return offsets, max(end for _, end, _ in ranges)
 

@@ -8,7 +8,7 @@ from llmc.memory.tuning import (
     ATTENTION_BLOCK, ATTENTION_ROWS, CHECKPOINT_ELEMENTS, COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, FP8_PARTIALS, HEAD_GROUP, MATMUL_BLOCK,
     MATMUL_PANEL, MATMUL_ROWS, NORM_PARTIALS, ROUNDING_BLOCK, TILE_DEPTH, TUNING,
 )  # fmt: skip
-from llmc.units import even_part, whole
+from llmc.units import even_part, round_up
 
 # scratch of attention on a CPU, and of Triton's attention: (name, shape, dtype)
 TORCH_ATTENTION = (
@@ -51,7 +51,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     tuning = TUNING[o.device]
     rows = o.B * o.T
     return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | _fp8_sizes(o) | {
-        "Tp": whole(o.T, 32 if o.attention_kind == "efficient" else 1),
+        "Tp": round_up(o.T, 32 if o.attention_kind == "efficient" else 1),
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
         "Hw": head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels),
@@ -75,10 +75,10 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     of a left matrix stored by columns: as many of its rows as fit, but at least a block's, each padded to a multiple of TILE_DEPTH."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
     widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
-    workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), whole(rows, TILE_DEPTH)
+    workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), round_up(rows, TILE_DEPTH)
     return {
         "Wm": workers,
-        "Rm": workers * min(MATMUL_ROWS, whole(max(rows, widest), MATMUL_BLOCK)),
+        "Rm": workers * min(MATMUL_ROWS, round_up(max(rows, widest), MATMUL_BLOCK)),
         "Nf": 4 // DTYPE_BYTES[o.factor_type],
         "Pm": MATMUL_BLOCK * depth * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * depth), -(-widest // MATMUL_BLOCK))),
     }
@@ -145,7 +145,7 @@ def attention_workers(o: PlanOptions) -> int:
 
 def _attention_sizes(o: PlanOptions) -> dict[str, int]:
     """For numba's attention: Tb tokens, and Hb channels of a head, rounded up to whole blocks."""
-    tokens, channels = (whole(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
+    tokens, channels = (round_up(n, ATTENTION_BLOCK) for n in (o.T, o.config.head_size))
     return {"Tb": tokens, "Hb": channels}
 
 
@@ -154,8 +154,8 @@ def update_room(o: PlanOptions) -> int:
     C, Vp = o.config.channels, o.config.padded_vocab_size
     biggest = max(Vp * C, 4 * C * C) // o.tensor_parallel
     at_once = CHECKPOINT_ELEMENTS if o.fused else TUNING[o.device].update_elements
-    room = min(at_once, whole(biggest, ROUNDING_BLOCK))
-    return max(room, whole(4 * C, ROUNDING_BLOCK))
+    room = min(at_once, round_up(biggest, ROUNDING_BLOCK))
+    return max(room, round_up(4 * C, ROUNDING_BLOCK))
 
 
 def norm_partials(o: PlanOptions) -> int:
@@ -172,11 +172,11 @@ def attention_library_bytes(o: PlanOptions) -> int:
         return 0
     HS, heads = o.config.head_size, o.B * o.heads
     gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
-    rows_of_tiles = 4 * heads * whole(o.T, LIBRARY_TILE_ROWS)
+    rows_of_tiles = 4 * heads * round_up(o.T, LIBRARY_TILE_ROWS)
     if o.attention_kind == "flash":  # sums dq deterministically: one copy for each multiprocessor that works on the same head
-        return gradients + rows_of_tiles + rows_of_tiles * whole(HS, 32) * -(-o.processors // heads)
+        return gradients + rows_of_tiles + rows_of_tiles * round_up(HS, 32) * -(-o.processors // heads)
     if o.attention_kind == "cudnn":
         return gradients + row_sums + dq  # a guess, as its workspace is not documented
     if o.precision == "fp32":  # sums dq in place, but allocates do * o, its row sums, and these transposed
         return gradients + dq + 2 * row_sums
-    return gradients + row_sums + rows_of_tiles * whole(HS, 64)
+    return gradients + row_sums + rows_of_tiles * round_up(HS, 64)

@@ -86,7 +86,7 @@ def resolve(shape: str, sizes: dict[str, int]) -> tuple[int, ...]:
 
 @cache
 def _dims(shape: str) -> tuple[tuple[int, str], ...]:
-    """"L 3C C" -> ((1, "L"), (3, "C"), (1, "C"))."""
+    """Of "L 3C C": ((1, "L"), (3, "C"), (1, "C"))."""
     words = ((word, word.lstrip("0123456789")) for word in shape.split())
     return tuple((int(word[: len(word) - len(letters)] or 1), letters) for word, letters in words)
 
