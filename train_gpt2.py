@@ -3,7 +3,8 @@
 
     python train_gpt2.py --help
 
-The program, top to bottom: opening what the flags ask for, building it, the loop. What it uses:
+The program, top to bottom: opening what the flags ask for, building it, the loop, the diagnostics between steps, how a run is stopped.
+What it uses:
 
 what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, processor, host, cores, cards
 the model     llmc/: gpt2 (stages over named views, forward and backward), graphs, rehearsal
@@ -115,30 +116,6 @@ def main(argv=None) -> int:
 
 # ----------------------------------------------------------------------------
 # everything that training needs, from the device to the last file
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What a training step gave, once the host knows it."""
-
-    loss: float
-    norm: float  # of the gradient, before clipping
-    loss_z: float  # z-scores, as OutlierDetector has them
-    norm_z: float
-    checkpoints_written: int  # by all ranks, when the step ran
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A training step that was given to the device, which may be at work on it."""
-
-    step: int
-    started: object  # marks of the device, as StepClock has them
-    ended: object
-    lr: float
-    read: Callable[[], list[float]]  # waits for the step's numbers, which judge takes
-    judged: Judged | None  # already, where the update depended on it
-    skipped: bool  # whether the update was left out
 
 
 @dataclass(slots=True)
@@ -384,8 +361,69 @@ def memory_explained(run: Run):
         ) from error  # fmt: skip
 
 
+def resume(run: Run):
+    """Take up the state of the run that wrote the newest checkpoint, whatever its number of ranks and its -b were."""
+    from llmc.checkpoint.saved_state import SavedState
+    from llmc.checkpoint.snapshot import load_snapshot
+    from llmc.data.resume import plan_resume
+
+    s, loader = run.settings, run.train_loader
+    saved = SavedState(s.output_dir, run.resume_step, run.model.config)
+    load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
+    ranks = range(saved.num_processes)
+    states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
+    try:
+        loader.check_shuffle(states[0].should_shuffle)  # before the shards are compared: -a 1 trains on others
+        continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
+    except UserError as error:
+        raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
+    loader.go_on(continued)
+    for note in continued.notes:
+        print(note)
+    adopt(run, extras[0])
+    print(f"resuming at step {run.resume_step} from {s.output_dir}")
+    if run.resume_step > run.max_steps:
+        print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
+
+
+def adopt(run: Run, extra: dict):
+    """Take over the outlier windows, which llm.c's state file has no room for. Raises UserError where the extra file is damaged."""
+    path = extra_path(run.settings.output_dir, run.resume_step, 0)
+    if not extra:
+        print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
+        return
+    if missing := {"loss_outliers", "norm_outliers"} - extra.keys():
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
+    run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
+    run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
+
+
 # ----------------------------------------------------------------------------
 # the loop
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a training step gave, once the host knows it."""
+
+    loss: float
+    norm: float  # of the gradient, before clipping
+    loss_z: float  # z-scores, as OutlierDetector has them
+    norm_z: float
+    checkpoints_written: int  # by all ranks, when the step ran
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A training step that was given to the device, which may be at work on it."""
+
+    step: int
+    started: object  # marks of the device, as StepClock has them
+    ended: object
+    lr: float
+    read: Callable[[], list[float]]  # waits for the step's numbers, which judge takes
+    judged: Judged | None  # already, where the update depended on it
+    skipped: bool  # whether the update was left out
 
 
 def train(s: Settings) -> OSError | None:
@@ -457,47 +495,6 @@ def step_ahead(run: Run, clock: StepClock, step: int, before: LaunchedStep | Non
     return None
 
 
-def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
-    """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done. Returns what train returns."""
-    run.checkpoints.complete()
-    if run.checkpoints.unproven is not None:
-        prove_last(run, step)
-    print(f"total average iteration time: {clock.average_ms:f} ms")
-    run.record.end(step, clock.average_ms, run.total_batch_size)
-    run.log.close()
-    run.speed_log.close()
-    agree_to_stop(run)  # one of these files may have failed
-    if run.stop.agreed:
-        end_on_failure(run)
-    return run.stop.lost_output
-
-
-def steps_of_setting_up(run: Run) -> int:
-    """How many steps at the start are left out of the averages: the first, and with CUDA graphs the second, which captures them. A CPU's
-    recording costs only milliseconds."""
-    return 2 if run.graphs and run.backend.asynchronous else 1
-
-
-def validation_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
-    """On -v's period, the start included, and at the end; not once asked to stop."""
-    return bool(run.val_loader) and not stopping and (last or step % run.settings.val_loss_every == 0)
-
-
-def hellaswag_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
-    """On -v's period, but not at the start, and at the end."""
-    return bool(run.eval_loader) and not stopping and on_period(run.settings.val_loss_every, step, last)
-
-
-def sample_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
-    """On -s's period and at the end."""
-    return run.settings.sample_every > 0 and not stopping and on_period(run.settings.sample_every, step, last)
-
-
-def on_period(period: int, step: int, last: bool) -> bool:
-    """Whether this is the end, or a multiple of the period, if there is one, and not the start."""
-    return last or period > 0 and step > 0 and step % period == 0
-
-
 def launch_step(run: Run, clock: StepClock, step: int) -> LaunchedStep:
     """Give the device one training step."""
     run.checkpoints.check()
@@ -536,26 +533,6 @@ def look_ahead(run: Run, step: int):
             loader.rewind(run.grad_accum_steps)
 
 
-@contextmanager
-def bad_data_stops(run: Run):
-    """A UserError inside asks the run to stop, which all ranks have yet to agree on, instead of ending it at once."""
-    try:
-        yield
-    except UserError as error:
-        run.stop.cannot_go_on(error)
-
-
-def end_on_failure(run: Run):
-    """End all ranks if any of them met an error that it cannot go on with: the lowest such rank prints its error."""
-    world, error = run.world, run.stop.error
-    speaker = smallest(world, world.rank if error else world.num_processes)
-    if speaker == world.rank:
-        kept = run.checkpoints.kept()
-        raise UserError(f"{error}; {kept}") if kept else error
-    if speaker < world.num_processes:
-        raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)
-
-
 def may_skip(s: Settings) -> bool:
     """Whether -sl or -sg are given, so that an update depends on its loss and norm."""
     return s.skip_loss_z > 0 or s.skip_grad_z > 0
@@ -568,6 +545,19 @@ def judge(run: Run, read: Callable[[], list[float]]) -> Judged:
     loss = loss_sum / run.model.tokens(run.grad_accum_steps)
     loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
     return Judged(loss, norm, loss_z, norm_z, checkpoints_written=int(written))
+
+
+def skip_update(run: Run, judged: Judged) -> bool:
+    """Whether -sl or -sg leave this update out, as its loss or norm is too many deviations up, or no number. If so it is printed, and the
+    step's values are taken out of the outlier windows again."""
+    s = run.settings
+    for what, x, z, limit in (("loss", judged.loss, judged.loss_z, s.skip_loss_z), ("grad", judged.norm, judged.norm_z, s.skip_grad_z)):
+        if limit > 0 and (z > limit or not isfinite(x)):  # a z-score is nan until its window is full
+            print(f"skipping update due to {what} " + (f"z-score of {z:f}" if isfinite(x) else f"of {x:f}"))
+            run.loss_outliers.undo()
+            run.norm_outliers.undo()
+            return True
+    return False
 
 
 def finish_step(run: Run, clock: StepClock, launched: LaunchedStep | None):
@@ -603,6 +593,27 @@ def print_device_state(run: Run):
         print(f"note: {error}", flush=True)
 
 
+def steps_of_setting_up(run: Run) -> int:
+    """How many steps at the start are left out of the averages: the first, and with CUDA graphs the second, which captures them. A CPU's
+    recording costs only milliseconds."""
+    return 2 if run.graphs and run.backend.asynchronous else 1
+
+
+def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
+    """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done. Returns what train returns."""
+    run.checkpoints.complete()
+    if run.checkpoints.unproven is not None:
+        prove_last(run, step)
+    print(f"total average iteration time: {clock.average_ms:f} ms")
+    run.record.end(step, clock.average_ms, run.total_batch_size)
+    run.log.close()
+    run.speed_log.close()
+    agree_to_stop(run)  # one of these files may have failed
+    if run.stop.agreed:
+        end_on_failure(run)
+    return run.stop.lost_output
+
+
 def prove_last(run: Run, step: int):
     """Compute one more loss, to prove a checkpoint after which nothing was trained or validated: on the batch trained last, or the next."""
     run.world.progress(f"step {step}, one more loss")
@@ -619,32 +630,18 @@ def prove_last(run: Run, step: int):
     run.checkpoints.prove(step)
 
 
-def refuse_numbers_lost(run: Run, step: int, found: str):
-    """End the run: weights that give no finite loss must neither replace a good checkpoint nor be what -y 1 finds."""
-    kept = run.checkpoints.disown()
-    advice = "look at the data and at the weights that it began with"
-    if step > (run.resume_step or 0):  # an update may have brought it about
-        advice = f"lower -l, raise -u, {'' if may_skip(run.settings) else 'skip such updates with -sg, '}or {advice}"
-    end_alike(run, UserError("; ".join(filter(None, (f"step {step}: {found}", advice, kept)))), INPUT_CODE)
+# ----------------------------------------------------------------------------
+# diagnostics: what is due between steps
 
 
-def end_alike(run: Run, error: BaseException, code: int):
-    """End all ranks, which come here for the same reason: rank 0 prints it."""
-    raise error if run.world.rank == 0 else RankLost(str(error), code, said_elsewhere=True)
+def on_period(period: int, step: int, last: bool) -> bool:
+    """Whether this is the end, or a multiple of the period, if there is one, and not the start."""
+    return last or period > 0 and step > 0 and step % period == 0
 
 
-def agree_to_stop(run: Run):
-    """Tell all ranks whether one of them was asked to stop. Collective: all ranks must call it."""
-    if run.model.sharing.anybody(run.stop.requested):
-        run.stop.agreed = True
-
-
-def evaluation_ends(run: Run, what: str, call: int) -> bool:
-    """Whether a signal ends an evaluation or a sample before this call of the model, on all ranks alike: all make the same calls."""
-    run.world.progress(f"{what}, call {call}")
-    if call % CALLS_PER_STOP_CHECK[run.backend.kind] == 0:
-        agree_to_stop(run)
-    return run.stop.agreed
+def validation_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
+    """On -v's period, the start included, and at the end; not once asked to stop."""
+    return bool(run.val_loader) and not stopping and (last or step % run.settings.val_loss_every == 0)
 
 
 def validate(run: Run, step: int):
@@ -675,6 +672,11 @@ def mean_over_ranks(run: Run, means) -> float:
     return sharing.total(sum(mean.item() for mean in means)) / (len(means) * sharing.size)
 
 
+def hellaswag_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
+    """On -v's period, but not at the start, and at the end."""
+    return bool(run.eval_loader) and not stopping and on_period(run.settings.val_loss_every, step, last)
+
+
 class Stopped(Exception):
     """A signal stopped an evaluation before its end."""
 
@@ -698,6 +700,11 @@ def evaluate(run: Run, step: int):
     run.record.phase("HellaSwag", step)
 
 
+def sample_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
+    """On -s's period and at the end."""
+    return run.settings.sample_every > 0 and not stopping and on_period(run.settings.sample_every, step, last)
+
+
 def sample(run: Run, step: int):
     """Print a text the model makes up, from end-of-text on."""
     from llmc.sampler import sample_softmax
@@ -718,17 +725,12 @@ def sample(run: Run, step: int):
     run.record.phase("sampling", step)
 
 
-def skip_update(run: Run, judged: Judged) -> bool:
-    """Whether -sl or -sg leave this update out, as its loss or norm is too many deviations up, or no number. If so it is printed, and the
-    step's values are taken out of the outlier windows again."""
-    s = run.settings
-    for what, x, z, limit in (("loss", judged.loss, judged.loss_z, s.skip_loss_z), ("grad", judged.norm, judged.norm_z, s.skip_grad_z)):
-        if limit > 0 and (z > limit or not isfinite(x)):  # a z-score is nan until its window is full
-            print(f"skipping update due to {what} " + (f"z-score of {z:f}" if isfinite(x) else f"of {x:f}"))
-            run.loss_outliers.undo()
-            run.norm_outliers.undo()
-            return True
-    return False
+def evaluation_ends(run: Run, what: str, call: int) -> bool:
+    """Whether a signal ends an evaluation or a sample before this call of the model, on all ranks alike: all make the same calls."""
+    run.world.progress(f"{what}, call {call}")
+    if call % CALLS_PER_STOP_CHECK[run.backend.kind] == 0:
+        agree_to_stop(run)
+    return run.stop.agreed
 
 
 def checkpoint_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
@@ -743,6 +745,50 @@ def checkpoint(run: Run, step: int):
         "loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(),
         "B": s.batch_size, "T": s.sequence_length, "data": loader.data_state(),
     })  # fmt: skip
+
+
+# ----------------------------------------------------------------------------
+# how a run is stopped, by a signal or by what it cannot go on with
+
+
+def agree_to_stop(run: Run):
+    """Tell all ranks whether one of them was asked to stop. Collective: all ranks must call it."""
+    if run.model.sharing.anybody(run.stop.requested):
+        run.stop.agreed = True
+
+
+@contextmanager
+def bad_data_stops(run: Run):
+    """A UserError inside asks the run to stop, which all ranks have yet to agree on, instead of ending it at once."""
+    try:
+        yield
+    except UserError as error:
+        run.stop.cannot_go_on(error)
+
+
+def end_on_failure(run: Run):
+    """End all ranks if any of them met an error that it cannot go on with: the lowest such rank prints its error."""
+    world, error = run.world, run.stop.error
+    speaker = smallest(world, world.rank if error else world.num_processes)
+    if speaker == world.rank:
+        kept = run.checkpoints.kept()
+        raise UserError(f"{error}; {kept}") if kept else error
+    if speaker < world.num_processes:
+        raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)
+
+
+def refuse_numbers_lost(run: Run, step: int, found: str):
+    """End the run: weights that give no finite loss must neither replace a good checkpoint nor be what -y 1 finds."""
+    kept = run.checkpoints.disown()
+    advice = "look at the data and at the weights that it began with"
+    if step > (run.resume_step or 0):  # an update may have brought it about
+        advice = f"lower -l, raise -u, {'' if may_skip(run.settings) else 'skip such updates with -sg, '}or {advice}"
+    end_alike(run, UserError("; ".join(filter(None, (f"step {step}: {found}", advice, kept)))), INPUT_CODE)
+
+
+def end_alike(run: Run, error: BaseException, code: int):
+    """End all ranks, which come here for the same reason: rank 0 prints it."""
+    raise error if run.world.rank == 0 else RankLost(str(error), code, said_elsewhere=True)
 
 
 @contextmanager
@@ -762,43 +808,6 @@ def checkpoint_kept(run: Run):
                 except UserError as error:
                     print(f"note: {error}")
         raise
-
-
-def resume(run: Run):
-    """Take up the state of the run that wrote the newest checkpoint, whatever its number of ranks and its -b were."""
-    from llmc.checkpoint.saved_state import SavedState
-    from llmc.checkpoint.snapshot import load_snapshot
-    from llmc.data.resume import plan_resume
-
-    s, loader = run.settings, run.train_loader
-    saved = SavedState(s.output_dir, run.resume_step, run.model.config)
-    load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
-    ranks = range(saved.num_processes)
-    states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
-    try:
-        loader.check_shuffle(states[0].should_shuffle)  # before the shards are compared: -a 1 trains on others
-        continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
-    except UserError as error:
-        raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
-    loader.go_on(continued)
-    for note in continued.notes:
-        print(note)
-    adopt(run, extras[0])
-    print(f"resuming at step {run.resume_step} from {s.output_dir}")
-    if run.resume_step > run.max_steps:
-        print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
-
-
-def adopt(run: Run, extra: dict):
-    """Take over the outlier windows, which llm.c's state file has no room for. Raises UserError where the extra file is damaged."""
-    path = extra_path(run.settings.output_dir, run.resume_step, 0)
-    if not extra:
-        print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
-        return
-    if missing := {"loss_outliers", "norm_outliers"} - extra.keys():
-        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
-    run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
-    run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
 
 
 if __name__ == "__main__":
