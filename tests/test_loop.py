@@ -455,7 +455,7 @@ def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoin
         assert "DONE_00000003 removed again" in done.err and (tmp_path / "model_00000003.bin").exists()
         (tmp_path / "DONE_00000003").touch()  # as a run that was killed before that loss leaves it
         done = run(*argv, "-x 4 -y 1")
-        assert done.code == 2 and f"remove DONE_00000003 from {tmp_path} to resume from one before" in done.err
+        assert done.code == 2 and f"remove DONE_00000003 from {tmp_path} to resume from an earlier one" in done.err
         (tmp_path / "DONE_00000003").unlink()
     assert "resuming at step 2" in ran(*argv, "-x 4 -y 1")
     assert "DONE_00000004" in [f.name for f in tmp_path.glob("DONE_*")] and not (tmp_path / "DONE_00000002").exists()
