@@ -276,7 +276,7 @@ def open_data(run: Run):
     rank = world.rank // o.tensor_parallel  # among those that read different data
     batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, num_processes=o.ranks, vocab_size=vocab_size)
     train_data, train_flag = training_data(s)
-    run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, **batch)
+    run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, seed=s.seed, **batch)
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
     run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(run.train_loader.paths[0]).parent) if s.sample_every > 0 else (), vocab_size)
@@ -337,7 +337,8 @@ def build_model(run: Run):
     if plan.options.world > 1:
         same_part, same_data, everyone = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
         sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), everyone, run.world)
-    run.model = GPT2(plan, run.backend.device, sharing, graphs_on(run.backend.kind) if run.graphs else None)
+    graphs = graphs_on(run.backend.kind) if run.graphs else None
+    run.model = GPT2(plan, run.backend.device, sharing, graphs, run.settings.seed)
     if run.source.file is None:
         run.model.init_random()
     elif run.resume_step is None:
@@ -381,6 +382,7 @@ def resume(run: Run):
     for note in continued.notes:
         print(note)
     adopt(run, extras[0])
+    keep_seed(run, extras[0])
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
@@ -396,6 +398,17 @@ def adopt(run: Run, extra: dict):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
+
+
+def keep_seed(run: Run, extra: dict):
+    """Go on with the seed of the run that wrote the checkpoint, for what is written from here on: what it decides is decided. Raises
+    UserError where another one was asked for."""
+    path, seed = extra_path(run.settings.output_dir, run.resume_step, 0), extra.get("seed", 0)
+    if type(seed) is not int or seed < 0:
+        raise UserError(f"{path} says seed {seed!r}; expected a number, so it is damaged: resume from another checkpoint")
+    if run.settings.seed not in (0, seed):
+        raise UserError(f"--seed {run.settings.seed}: by {path} the run began with --seed {seed}, and goes on with that; leave --seed out")
+    run.settings = replace(run.settings, seed=seed)
 
 
 # ----------------------------------------------------------------------------
@@ -605,7 +618,8 @@ def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
     if run.checkpoints.unproven is not None:
         prove_last(run, step)
     print(f"total average iteration time: {clock.average_ms:f} ms")
-    run.record.end(step, clock.average_ms, run.total_batch_size)
+    peak_bytes = run.record.end(step, clock.average_ms, run.total_batch_size)
+    print(f"peak memory: {peak_bytes // MIB} MiB more than before the model was made, {run.plan.total_bytes // MIB} MiB planned")
     run.log.close()
     run.speed_log.close()
     agree_to_stop(run)  # one of these files may have failed
@@ -684,10 +698,14 @@ class Stopped(Exception):
 def evaluate(run: Run, step: int):
     """HellaSwag accuracy."""
     batches = count()  # the same number on all ranks
+    shows = sys.stdout.isatty()
 
     def token_losses(inputs, targets):
-        if evaluation_ends(run, f"step {step}, evaluate", next(batches)):  # the whole of it can take an hour on a CPU
+        batch = next(batches)
+        if evaluation_ends(run, f"step {step}, evaluate", batch):  # the whole of it can take an hour on a CPU
             raise Stopped
+        if shows and batch % 10 == 0:
+            print(f"evaluating HellaSwag: {batch}/{run.eval_loader.num_batches}", end="\r", flush=True)
         return run.model.token_losses(inputs, targets).cpu().numpy()
 
     try:
@@ -743,7 +761,7 @@ def checkpoint(run: Run, step: int):
     s, loader = run.settings, run.train_loader
     run.checkpoints.write(step, loader, {
         "loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(),
-        "B": s.batch_size, "T": s.sequence_length, "data": loader.data_state(),
+        "B": s.batch_size, "T": s.sequence_length, "data": loader.data_state(), **({"seed": s.seed} if s.seed else {}),
     })  # fmt: skip
 
 

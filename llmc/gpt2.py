@@ -49,16 +49,19 @@ class GPT2:
 
     sharing  this rank's Sharing; None if there is only one rank
     graphs   the Graphs that run steps, updates and evaluations; None runs them directly
+    seed     0 to 65535, of initial weights and rounding; 0 has llm.c's
     """
 
-    def __init__(self, plan: Plan, device="cpu", sharing=None, graphs=None):
+    def __init__(self, plan: Plan, device="cpu", sharing=None, graphs=None, seed=0):
         o = plan.options
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
         self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
         self.run = graphs.run if graphs else run_at_once
-        self.rng = XorShift(ROUNDING_STATE)  # seeds every stochastic rounding; the same on all ranks, which must agree on the weights
+        self.seed = seed
+        # seeds every stochastic rounding; the same on all ranks, which must agree on the weights
+        self.rng = XorShift(ROUNDING_STATE + (seed << 32))
         self.rng_state_last_update = self.rng.state
         self.flat = {
             purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
@@ -150,7 +153,7 @@ class GPT2:
     def init_random(self):
         """llm.c's initialisation: N(0, 0.02), for projections into the residual stream over sqrt(2 L), drawn from torch's generator in the
         order of llm.c: wte, wpe, then the matrices layer by layer."""
-        generator = torch.Generator().manual_seed(INIT_SEED)
+        generator = torch.Generator().manual_seed(INIT_SEED + self.seed)
         std = {"normal": 0.02, "residual": 0.02 / sqrt(2 * self.config.num_layers)}
 
         held = {t.name: t for t in self.layout_of("parameters")}

@@ -106,8 +106,12 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
     if s.checkpoint_every > 0 and not s.output_dir:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
+    if s.checkpoint_every <= 0 and (s.checkpoints_keep > 0 or s.major_checkpoint_every > 0):
+        yield "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"
     if s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
         yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when something stops it before"
+    if s.hellaswag_data != Settings().hellaswag_data and not s.hellaswag:
+        yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
     if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
         yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
     if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):

@@ -396,13 +396,14 @@ def test_size_of_the_head_s_chunk_does_not_matter(chunk, precision, more):
 # weights
 
 
-def test_initial_weights_are_torch_s_draws_in_the_contract_s_order():
-    """torch.manual_seed(42) and normal_ on whole tensors: wte's V rows, wpe, then each layer's four matrices."""
-    model = GPT2(Plan(PlanOptions(DEEP, 1, 4, precision="fp32")))
+@pytest.mark.parametrize("seed", [0, 5])
+def test_initial_weights_are_torch_s_draws_in_the_contract_s_order(seed):
+    """torch.manual_seed(42), or later, and normal_ on whole tensors: wte's V rows, wpe, then each layer's four matrices."""
+    model = GPT2(Plan(PlanOptions(DEEP, 1, 4, precision="fp32")), seed=seed)
     model.init_random()
     V, L = DEEP.vocab_size, DEEP.num_layers
     with torch.random.fork_rng():
-        torch.manual_seed(42)
+        torch.manual_seed(42 + seed)
 
         def drawn(view, std):
             return torch.equal(view, torch.empty(view.shape).normal_(0.0, std))

@@ -133,6 +133,7 @@ def test_every_line_a_script_may_grep_appears_in_llmc_s_order(golden_run):
         f"val loss {LOSS_DIGITS}", "HellaSwag: .*", *sample_lines, *(line.format(re.escape(str(folder)), 20) for line in checkpoint_lines),
         step_line % 21, step_line % 40, f"val loss {LOSS_DIGITS}", "HellaSwag: .*", *sample_lines,
         *(line.format(re.escape(str(folder)), 40) for line in checkpoint_lines), r"total average iteration time: \d+\.\d{6} ms",
+        r"peak memory: \d+ MiB more than before the model was made, \d MiB planned",
     ]  # fmt: skip
     at = 0
     for pattern in in_order:
@@ -213,6 +214,8 @@ def test_memory_json_holds_the_plan_the_flags_and_the_peak_of_each_phase(golden_
     assert [(row["phase"], row["step"]) for row in measured] == phases
     peaks = [row["peak_bytes"] for row in measured]
     assert peaks == sorted(peaks) and [row["over_baseline_bytes"] for row in measured] == [p - record["baseline_bytes"] for p in peaks]
+    assert f"peak memory: {measured[-1]['over_baseline_bytes'] // MIB} MiB more than before" in out
+    assert f"made, {plan.total_bytes // MIB} MiB planned\n" in out
     printed = float(re.search("total average iteration time: (\\S+) ms", out)[1])
     assert record["speed"]["average_step_ms"] == pytest.approx(printed, abs=1e-6)
     assert record["speed"]["tokens_per_s"] == pytest.approx(256 / printed * 1e3, rel=1e-5)

@@ -74,6 +74,9 @@ def test_sums_of_every_micro_step_are_noted_where_another_setting_would_send_les
     ("-o log", "note: without -n no checkpoint is written to log when training is done, only when something stops it before"),
     ("-o log -n -1 -x 5", "note: without -n no checkpoint is written to log when training is done, only when something stops it before"),
     ("-k constant -u 5", "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"),
+    ("-nk 3", "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"),
+    ("-nm 100", "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"),
+    ("--hellaswag-data mine.bin", "note: --hellaswag-data mine.bin is only read with -h 1"),
     ("-k constant -q 0", "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"),
 ])  # fmt: skip
 def test_each_note_is_said_where_it_is_true(tmp_path, monkeypatch, flags, sentence):

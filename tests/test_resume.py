@@ -188,6 +188,26 @@ def test_a_checkpoint_without_master_weights_goes_on_in_its_own_precision_only(c
     assert everything_in(tmp_path) == before
 
 
+def test_a_seed_gives_another_order_and_rounding_and_a_resumed_run_keeps_it(case, tmp_path):
+    """Without it they are llm.c's, as tests/test_golden.py has them."""
+    argv = [*inputs(case)[:-2], "-e", case / "bf16.bin", "-b 2 -t 32 -v 0 -s 0 -n 2"]
+    straight, stopped, other = (tmp_path / name for name in ("straight", "stopped", "other"))
+    ran(*argv, "-x 4 --seed 3 -o", straight)
+    ran(*argv, "-x 2 --seed 3 -o", stopped)
+    ran(*argv, "-x 2 -o", other)
+    states = [read_state(folder / "state_00000002_00000.bin", N)[0] for folder in (stopped, other)]
+    assert states[0].rng_state != states[1].rng_state
+    assert not np.array_equal(*(state.loader.intra_shard_indices for state in states))
+    before = everything_in(stopped)
+    for seed, folder, has in ((4, stopped, 3), (3, other, 0)):
+        result = run(*argv, f"-x 4 -y 1 --seed {seed} -o", folder)
+        assert result.code == 2 and f"--seed {seed}: by {folder}" in result.err and f"began with --seed {has}, and goes on" in result.err
+    assert everything_in(stopped) == before
+    ran(*argv, "-x 3 -n 1 -y 1 -o", stopped)  # without being told again, twice
+    ran(*argv, "-x 4 -y 1 --seed 3 -o", stopped)
+    assert_same_end(stopped, straight, 4)
+
+
 def test_a_run_resumes_on_both_sides_of_a_shard_s_and_an_epoch_s_end(case, tmp_path):
     """18 steps of two micro-steps: the first shard ends after 19 or 13 of them, within a step, the epoch after 32."""
     argv = [*inputs(case), SMALL, "-x 18 -n 1 -v 4 -m 2 -s 0"]

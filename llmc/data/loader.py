@@ -22,10 +22,11 @@ class TokenLoader:
     shuffled. Headers and sizes of all shards are checked at the start, so that a run does not stop in the night; tokens are checked when
     they are read, which can be ahead of time (`look_ahead`). A run resumed with another batch shape, number of processes or set of
     shards is first served what is left of its epoch (`go_on`).
+    seed, 0 to 65535, begins another order; 0 is llm.c's.
     Raises UserError for files that are missing, damaged or smaller than one batch.
     """
 
-    def __init__(self, pattern, B, T, *, rank=0, num_processes=1, shuffle=False, vocab_size=65536, flag="-i"):
+    def __init__(self, pattern, B, T, *, rank=0, num_processes=1, shuffle=False, vocab_size=65536, flag="-i", seed=0):
         self.geometry, self.rank = Geometry(B, T, num_processes), rank
         self.vocab_size, self.flag, self.pattern = vocab_size, flag, pattern
         self.paths = find_shards(pattern, flag)
@@ -36,8 +37,8 @@ class TokenLoader:
         self._walk = Walk(self.paths, sizes, self.geometry, rank)
         self._again = ()
         self._buffer = np.empty((2, B, T), dtype=np.int64)
-        # llm.c seeds by rank, so each rank walks the shards in its own order
-        self._first = self._walk.begin(MersenneTwister(42 + rank) if shuffle else None)
+        # llm.c seeds by rank, so each rank walks the shards in its own order; a further seed's are far from those of any rank
+        self._first = self._walk.begin(MersenneTwister(42 + rank + (seed << 16)) if shuffle else None)
         self._go_to(self._first)
 
     def summary(self) -> str:
