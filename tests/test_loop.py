@@ -48,18 +48,24 @@ def words_of(argv) -> list[str]:
     return [word for part in argv for word in (part.split() if isinstance(part, str) else [str(part)])]
 
 
-def run(*argv, after_step=lambda step: None, faked=None) -> SimpleNamespace:
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def run(*argv, after_step=lambda step: None, faked=None, out_to=io.StringIO) -> SimpleNamespace:
     """train_gpt2.main on the CPU, one thread: its exit code, what it printed, its error text.
 
     after_step  called with the number of steps done, inside the loop: may raise, or send a signal
     faked       more names of train_gpt2 to replace
+    out_to      what makes the file that it prints to
     """
 
     def step_line(step, *rest, **values):
         after_step(step + 1)
         return real_step_line(step, *rest, **values)
 
-    real_step_line, out, err = train_gpt2.format_step_line, io.StringIO(), io.StringIO()
+    real_step_line, out, err = train_gpt2.format_step_line, out_to(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads = torch.get_num_threads()
     fakes = {"format_step_line": step_line, "measure_matmul_tflops": lambda *_: 1.0, **(faked or {})}  # a measurement costs 0.5 s
@@ -515,6 +521,14 @@ def test_hellaswag_scores_the_same_with_any_batch(case, B):
     out = ran(*inputs(case), "-x 0 -t 32 -h 1 -b", B, QUIET, "--hellaswag-data", case / "eval.bin")
     correct, total = expected["correct"], expected["num_examples"]
     assert f"HellaSwag: {correct}/{total} = {correct / total:f}\n" in out and "| run hellaswag         | yes " in out
+
+
+def test_hellaswag_says_on_a_terminal_how_far_it_is(case):
+    """Every ten batches of its 50 examples of four rows each, as llm.c does; but not where the line would stay, in a file."""
+    argv = [*inputs(case), "-x 0 -t 32 -h 1 -b 8", QUIET, "--hellaswag-data", case / "eval.bin"]
+    said = [f"evaluating HellaSwag: {batch}/25\r" for batch in (0, 10, 20)]
+    assert "".join(said) + "HellaSwag: " in run(*argv, out_to=Terminal).out
+    assert "evaluating" not in ran(*argv)
 
 
 def test_hellaswag_is_due_when_validation_is_but_not_at_the_start(case, tmp_path):
