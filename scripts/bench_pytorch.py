@@ -46,14 +46,14 @@ class PlainGPT2(nn.Module):
 class PyTorchTrainer:
     """One training step: forward, backward, clipping, fused AdamW. bf16 runs under autocast, with fp32 weights, as is usual.
 
-    compiled      run the model under torch.compile
+    compiled      run the model under torch.compile, in the mode "default", or "reduce-overhead", which captures CUDA graphs
     bf16_weights  weights, gradients and optimizer state in bf16, without autocast: faster and smaller, but less accurate
     """
 
-    def __init__(self, config, precision, device, *, compiled=False, bf16_weights=False):
+    def __init__(self, config, precision, device, *, compiled=False, mode="default", bf16_weights=False):
         with torch.enable_grad():
             self.model = PlainGPT2(config).to(device, torch.bfloat16 if bf16_weights else torch.float32)
-        self.forward = torch.compile(self.model) if compiled else self.model
+        self.forward = torch.compile(self.model, mode=mode) if compiled else self.model
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16" and not bf16_weights)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
@@ -61,6 +61,7 @@ class PyTorchTrainer:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     def step(self, inputs, targets) -> float:
+        torch.compiler.cudagraph_mark_step_begin()  # what a graph of the last step returned is not read again
         with torch.enable_grad():
             self.optimizer.zero_grad(set_to_none=True)
             with self.autocast:

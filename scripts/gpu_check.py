@@ -119,6 +119,7 @@ SECTIONS = (
     Section("larger", "Larger models", gpu_steps.larger, 25),
     Section("more_steps", "A training step: the other levels, and variants", gpu_steps.more_steps, 12),
     Section("small_batches", "Small batches: graph, eager and torch.compile", gpu_compared.small_batches, 60),
+    Section("compile_graphs", "Small batches: our graphs and torch.compile's", gpu_compared.compile_graphs, 60),
     Section("llmc", "llm.c itself, the same step", gpu_llmc.llmc, 20),
     Section("kernels", "Every kernel", gpu_kernels.kernels, 10),
     Section("matmuls", "Matrix products", gpu_kernels.matmuls, 8),

@@ -125,6 +125,19 @@ def small_batches(run, record):
     ]
 
 
+def compile_graphs(run, record):
+    """The same against torch.compile where it captures CUDA graphs too, so that neither waits for Python."""
+    s = run.sizes
+    for B in while_time(run, record, s.small, COMPILES, name=lambda B: f"-b {B}"):
+        with attempt(record, f"-b {B}"):
+            theirs, how = torch_step(run, record, s.config, B, s.T, mode="reduce-overhead")
+            ours = "eager" if why_no_graphs(run, run.options(s.config, B, s.T)) else "graph"
+            steps = {ours: our_step(run, s.config, B, s.T, graphs=ours == "graph")[0]}
+            name = how_named(how) + (", mode reduce-overhead" if how == "torch.compile" else "")
+            table(record, "").extend(small_rows(B, s.T, measure_steps_in_turn(run, steps | {name: theirs}), name))
+    record["notes"].append("ratio is a step's time over PyTorch's: below 1, ours is faster")
+
+
 def how_named(how) -> str:
     return "torch.compile" if how == "torch.compile" else f"plain PyTorch, {how}"
 

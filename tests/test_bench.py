@@ -48,7 +48,7 @@ def test_a_model_file_is_refused_as_what_it_is_not():
 def test_a_machine_that_cannot_compile_is_told_in_one_sentence(monkeypatch):
     from torch._dynamo.exc import TorchDynamoException  # takes seconds
 
-    def fails(model):
+    def fails(model, mode):
         def forward(inputs, targets):
             raise TorchDynamoException("InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1 for more")
 

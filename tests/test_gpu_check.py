@@ -352,6 +352,23 @@ def test_small_batches_are_measured_in_turn_and_compared_with_pytorch(run, monke
     assert rows["graph"]["-b"] == 1 and rows["graph"]["tokens/s"] == 8 / 4e-3 and rows["graph"]["loss"] == 3.5
 
 
+def test_graphs_are_compared_with_torch_compile_s(run, monkeypatch):
+    replayed_on_a_cpu(monkeypatch)
+    asked = []
+
+    def torch_step(run, record, config, B, T, **options):
+        asked.append((B, options))
+        return lambda: 3.5, "torch.compile"
+
+    monkeypatch.setattr(gpu_compared, "torch_step", torch_step)
+    monkeypatch.setattr(gpu_compared, "our_step", lambda run, config, B, T, graphs=True: (lambda: 3.25 if graphs else 3.0, None))
+    record = new_record("")
+    gpu_compared.compile_graphs(run, record)
+    assert not record["errors"] and asked == [(B, {"mode": "reduce-overhead"}) for B in run.sizes.small]
+    rows = [(row["run"], row["loss"]) for row in record["tables"][""]]
+    assert rows == [("graph", 3.25), ("torch.compile, mode reduce-overhead", 3.5)] * len(run.sizes.small)
+
+
 @pytest.mark.parametrize("name", STAGED)
 def test_of_an_operation_in_halves_only_the_launch_is_timed(run, name, monkeypatch):
     pytest.importorskip("triton")
