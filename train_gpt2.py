@@ -64,7 +64,7 @@ from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
     Source, check_agreement, check_gelu_fusion, check_inputs, check_lengths, check_precision, choose_model, choose_precision, data_ranks,
-    host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data,
+    host_budget, plan_text, run_budget, settle_all, settle_kernels_of, settle_seed, shortest_shard, training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -181,6 +181,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         source = choose_model(s)
         check_precision(s, source)
         check_lengths(s, source.config)
+        s = settle_seed(s, source)
         backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
         return settle_run(s, source, backend, world, said)
@@ -382,7 +383,6 @@ def resume(run: Run):
     for note in continued.notes:
         print(note)
     adopt(run, extras[0])
-    keep_seed(run, extras[0])
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
@@ -398,17 +398,6 @@ def adopt(run: Run, extra: dict):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
-
-
-def keep_seed(run: Run, extra: dict):
-    """Go on with the seed of the run that wrote the checkpoint, for what is written from here on: what it decides is decided. Raises
-    UserError where another one was asked for."""
-    path, seed = extra_path(run.settings.output_dir, run.resume_step, 0), extra.get("seed", 0)
-    if type(seed) is not int or seed < 0:
-        raise UserError(f"{path} says seed {seed!r}; expected a number, so it is damaged: resume from another checkpoint")
-    if run.settings.seed not in (0, seed):
-        raise UserError(f"--seed {run.settings.seed}: by {path} the run began with --seed {seed}, and goes on with that; leave --seed out")
-    run.settings = replace(run.settings, seed=seed)
 
 
 # ----------------------------------------------------------------------------
@@ -712,6 +701,9 @@ def evaluate(run: Run, step: int):
         correct = int(run.model.sharing.total(run.eval_loader.evaluate(token_losses)))
     except Stopped:
         return
+    finally:
+        if shows:
+            print(end="\r\x1b[K")  # else its end stays behind a shorter line
     accuracy = correct / run.eval_loader.num_examples
     print(f"HellaSwag: {correct}/{run.eval_loader.num_examples} = {accuracy:f}", flush=True)
     run.log.eval(step, accuracy)

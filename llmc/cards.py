@@ -86,7 +86,9 @@ def parse_budget(text: str) -> Budget:
     name = ALIASES.get(name, name)
     if name in CARDS and word[0] != "-":
         return Budget(CARDS[name].budget_bytes, name, CARDS[name])
-    number = fullmatch(r"([0-9.]+)\s*([kmgt]?)", word)
-    near = [f"{number[1]}{number[2].upper() or 'G'}iB"] if number else get_close_matches(name, [*CARDS, *ALIASES], 3, 0.5)
+    number = fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)", word)
+    is_size = number and float(number[1]) > 0 and not fullmatch("[0-9]{4}", word)  # which is how cards are called
+    unit = is_size and (number[2].upper() or ("G" if float(number[1]) < 1000 else "M"))
+    near = [f"{number[1]}{unit}iB"] if is_size else get_close_matches(name, [*CARDS, *ALIASES], 3, 0.5)
     known = f"did you mean {' or '.join(near)}?" if near else f"known cards: {', '.join(CARDS)}"
     raise UserError(f"--memory-budget {text}: expected a size such as 24GiB or 500MiB, or a card such as h100-80; {known}")

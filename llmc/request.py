@@ -443,6 +443,7 @@ def plan_text(s: Settings) -> str:
     world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))
     check_precision(s, source)
     check_lengths(s, source.config)
+    s = settle_seed(s, source)
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
     card = budget.card if budget and kind == "cuda" else None
@@ -475,14 +476,18 @@ def check_precision(s: Settings, source: Source):
             f"{source.file} holds {source.precision} weights, but --precision {s.precision} was asked for; "
             f"leave --precision out, or start from a {s.precision} file"
         )
+    if not keeps_master(s, source):
+        raise UserError(
+            f"{state_path(s.output_dir, source.resume_step, 0)} holds no fp32 master weights, from which the {source.precision} checkpoint "
+            f"could go on in {s.precision}; leave --precision out"
+        )
+
+
+def keeps_master(s: Settings, source: Source) -> bool:
+    """Whether this is a checkpoint to resume from that has fp32 master weights."""
     from llmc.checkpoint.state_file import has_master
 
-    path = state_path(s.output_dir, source.resume_step, 0)
-    if not has_master(path):
-        raise UserError(
-            f"{path} holds no fp32 master weights, from which a {source.precision} checkpoint could go on in {s.precision}; "
-            "leave --precision out"
-        )
+    return source.resume_step is not None and has_master(state_path(s.output_dir, source.resume_step, 0))
 
 
 BF16_CAPABILITY = (8, 0)  # Ampere's
@@ -496,14 +501,37 @@ def choose_precision(s: Settings, source: Source, kind: str, name: str, capabili
     wanted = s.precision if s.precision != "auto" else source.precision or "auto"
     if kind == "cpu" or capability is None or capability >= BF16_CAPABILITY:
         return likely_precision(wanted, kind)
-    if wanted == "bf16":
-        why, advice = "--precision bf16:", "use --precision fp32"
-        if source.precision:
-            why, advice = f"{source.file} holds bf16 weights, and", "start from an fp32 file"
-        if source.resume_step is not None:
+    if wanted != "bf16":
+        return "fp32"
+    why, advice = "--precision bf16:", "use --precision fp32"
+    if source.precision == "bf16":
+        why = f"{source.file} holds bf16 weights, and"
+        if keeps_master(s, source):
             advice = "use --precision fp32, which goes on from the checkpoint's fp32 master weights"
-        raise UserError(f"{why} {name} has no bf16 arithmetic (SM80 or later has); {advice}")
-    return "fp32"
+        elif source.resume_step is None:
+            advice = "start from an fp32 file"
+        else:
+            advice = "go on with --device cpu, or on a card that has"
+    raise UserError(f"{why} {name} has no bf16 arithmetic (SM80 or later has); {advice}")
+
+
+def settle_seed(s: Settings, source: Source) -> Settings:
+    """The settings with the seed of the checkpoint to resume from, if any: what it decides is decided. Raises UserError where another one
+    was asked for."""
+    if source.resume_step is None:
+        return s
+    from llmc.checkpoint.state_file import read_extra
+
+    path = extra_path(s.output_dir, source.resume_step, 0)
+    seed = read_extra(path).get("seed", 0)  # llm.c's checkpoints have no such file, and its seeds
+    if type(seed) is not int or seed < 0:
+        raise UserError(f"{path} says seed {seed!r}; expected a number, so it is damaged: resume from another checkpoint")
+    if s.seed not in (0, seed):
+        raise UserError(
+            f"--seed {s.seed}: the checkpoint of step {source.resume_step} in {s.output_dir} is of a run with --seed {seed}, "
+            "and goes on with that; leave --seed out"
+        )
+    return replace(s, seed=seed)
 
 
 def training_data(s: Settings) -> tuple[str, str]:

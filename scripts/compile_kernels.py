@@ -107,11 +107,11 @@ def recorded_launches(channels, forms=FORMS) -> dict:
                 model.backward(tokens, 2, micro_step)
             model.update(1e-4, 0.1, 1, model.grad_norm())
             model.validate(tokens, tokens)
-            block, acts = model.blocks[0], model.acts
-            model.ops.gelu_backward_inplace(acts["dfch"], block.dfcb, block.fch, acts, accumulate=False)  # as -r 0 does
-            model.ops.matmul_dbias(block.dfcb, acts["dfch"], acts, accumulate=False)  # as -ge 2 does
+            block, acts, scratch = model.blocks[0], model.acts, model.scratch
+            model.ops.gelu_backward_inplace(acts["dfch"], block.dfcb, block.fch, scratch, accumulate=False)  # as -r 0 does
+            model.ops.matmul_dbias(block.dfcb, acts["dfch"], scratch, accumulate=False)  # as -ge 2 does
             heads = [torch.empty(1, 2, 16, channels // 2, dtype=acts["dqkvr"].dtype) for _ in range(3)]
-            model.ops.pack_gradients(acts["dqkvr"], block.dqkvb, heads, 2, acts, accumulate=False)  # a CPU's attention packs by itself
+            model.ops.pack_gradients(acts["dqkvr"], block.dqkvb, heads, 2, scratch, accumulate=False)  # a CPU's attention packs by itself
             for dloss in (1.0, None):  # with GPT-2's vocabulary; the model's own is small, or much memory would be zeroed in vain
                 logits = torch.empty(1, 50304, dtype=model.params["wte"].dtype)
                 model.ops.fused_classifier_inplace(

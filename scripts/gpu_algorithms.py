@@ -8,7 +8,7 @@ from math import inf
 import torch
 
 from llmc.kernels import operations
-from llmc.kernels.cublaslt import OP_N, OP_T, CublasLt, ChosenMatmul
+from llmc.kernels.cublaslt import OP_N, OP_T, ChosenMatmul, CublasLt
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE

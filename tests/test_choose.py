@@ -146,6 +146,15 @@ def test_the_largest_batch_is_one_that_the_options_take():
     assert largest_batch(o, total(o, B=1)) == 0
 
 
+def test_the_largest_batch_that_the_options_take_is_not_one_that_does_not_fit(monkeypatch):
+    """Where 31 fits, and 30 does not, but 28 does."""
+    o = PlanOptions(D12, 1, 1000, device="cuda", kernels="triton", matmul="fp8")
+    needs = {B: 10 * B for B in range(100)} | {29: 400, 30: 400}
+    monkeypatch.setattr("llmc.memory.choose.most_that_fit", lambda options, budget: 31)
+    monkeypatch.setattr("llmc.memory.choose.Plan", lambda o: SimpleNamespace(total_bytes=needs[o.B]))
+    assert largest_batch(o, 310) == 28
+
+
 def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
     budget = 8 << 30
     assert len({largest_batch(PlanOptions(D12, B, 1024), budget) for B in (1, 4, 9)}) == 1

@@ -84,6 +84,12 @@ def test_data_order_is_llmc_s(case, golden):
     assert loader.num_tokens == 8333
 
 
+def test_a_seed_s_order_is_that_of_no_rank_of_another(shards):
+    loaders = [TokenLoader(shards, 1, 5, rank=rank, num_processes=2, shuffle=True, seed=seed) for seed in (0, 1, 2) for rank in (0, 1)]
+    orders = {tuple(loader.state().intra_shard_indices) for loader in loaders}
+    assert len(orders) == len(loaders)
+
+
 def test_batches_are_contiguous_int64_and_targets_are_the_next_tokens(shards):
     loader = TokenLoader(shards, 3, 5)
     inputs, targets = loader.next_batch()

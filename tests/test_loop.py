@@ -53,19 +53,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(*argv, after_step=lambda step: None, faked=None, out_to=io.StringIO) -> SimpleNamespace:
+def run(*argv, after_step=lambda step: None, faked=None, out_to=None) -> SimpleNamespace:
     """train_gpt2.main on the CPU, one thread: its exit code, what it printed, its error text.
 
     after_step  called with the number of steps done, inside the loop: may raise, or send a signal
     faked       more names of train_gpt2 to replace
-    out_to      what makes the file that it prints to
+    out_to      what makes the file that it prints to, if not a StringIO
     """
 
     def step_line(step, *rest, **values):
         after_step(step + 1)
         return real_step_line(step, *rest, **values)
 
-    real_step_line, out, err = train_gpt2.format_step_line, out_to(), io.StringIO()
+    real_step_line, out, err = train_gpt2.format_step_line, (out_to or io.StringIO)(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads = torch.get_num_threads()
     fakes = {"format_step_line": step_line, "measure_matmul_tflops": lambda *_: 1.0, **(faked or {})}  # a measurement costs 0.5 s
@@ -527,8 +527,9 @@ def test_hellaswag_says_on_a_terminal_how_far_it_is(case):
     """Every ten batches of its 50 examples of four rows each, as llm.c does; but not where the line would stay, in a file."""
     argv = [*inputs(case), "-x 0 -t 32 -h 1 -b 8", QUIET, "--hellaswag-data", case / "eval.bin"]
     said = [f"evaluating HellaSwag: {batch}/25\r" for batch in (0, 10, 20)]
-    assert "".join(said) + "HellaSwag: " in run(*argv, out_to=Terminal).out
-    assert "evaluating" not in ran(*argv)
+    assert "".join(said) + "\r\x1b[KHellaSwag: " in run(*argv, out_to=Terminal).out  # which clears the line
+    in_a_file = ran(*argv)
+    assert "evaluating" not in in_a_file and "\x1b" not in in_a_file
 
 
 def test_hellaswag_is_due_when_validation_is_but_not_at_the_start(case, tmp_path):

@@ -130,8 +130,9 @@ def triton(monkeypatch):
     return installed
 
 
-def test_bf16_on_a_gpu_without_it_is_refused_with_advice_for_who_asked_and_for_who_has_a_file_of_it():
-    def chosen(flags, of_file=None, resume_step=None, capability=(7, 0)):
+def test_bf16_on_a_gpu_without_it_is_refused_with_advice_for_who_asked_and_for_who_has_a_file_of_it(monkeypatch):
+    def chosen(flags, of_file=None, resume_step=None, capability=(7, 0), master=True):
+        monkeypatch.setattr("llmc.checkpoint.state_file.has_master", lambda path: master)
         return choose_precision(asked(flags), Source(None, "m.bin", of_file, resume_step), "cuda", "V100", capability)
 
     assert [chosen("", of_file) for of_file in (None, "fp32")] == ["fp32", "fp32"]
@@ -142,6 +143,10 @@ def test_bf16_on_a_gpu_without_it_is_refused_with_advice_for_who_asked_and_for_w
         chosen("", "bf16")
     with pytest.raises(UserError, match="^m.bin holds .*; use --precision fp32, which goes on from the checkpoint's fp32 master weights$"):
         chosen("", "bf16", resume_step=4)
+    with pytest.raises(UserError, match="^m.bin holds bf16 weights, .*; go on with --device cpu, or on a card that has$"):
+        chosen("", "bf16", resume_step=4, master=False)
+    with pytest.raises(UserError, match="^--precision bf16: V100 has no bf16 arithmetic .*; use --precision fp32$"):
+        chosen("--precision bf16", "fp32", resume_step=4)
     for capability in ((8, 0), None):
         assert [chosen("", of_file, capability=capability) for of_file in (None, "fp32", "bf16")] == ["bf16", "fp32", "bf16"]
 

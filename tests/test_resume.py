@@ -181,7 +181,7 @@ def test_a_checkpoint_without_master_weights_goes_on_in_its_own_precision_only(c
     argv = [*inputs(case)[:-2], "-e", model, "-b 2 -t 32 -v 0 -s 0 -n 2 -w 0 -o", tmp_path]
     ran(*argv, "-x 2")
     before = everything_in(tmp_path)
-    refusal = f"state_00000002_00000.bin holds no fp32 master weights, from which a {written_in} checkpoint could go on in {resumed_in}"
+    refusal = f"state_00000002_00000.bin holds no fp32 master weights, from which the {written_in} checkpoint could go on in {resumed_in}"
     for plan in ("", "--plan"):
         result = run(*argv, "-x 3 -y 1 --precision", resumed_in, plan)
         assert result.code == 2 and refusal in result.err
@@ -201,9 +201,17 @@ def test_a_seed_gives_another_order_and_rounding_and_a_resumed_run_keeps_it(case
     before = everything_in(stopped)
     for seed, folder, has in ((4, stopped, 3), (3, other, 0)):
         result = run(*argv, f"-x 4 -y 1 --seed {seed} -o", folder)
-        assert result.code == 2 and f"--seed {seed}: by {folder}" in result.err and f"began with --seed {has}, and goes on" in result.err
+        assert result.code == 2 and f"--seed {seed}: the checkpoint of step 2 in {folder} is of a run with --seed {has}, and" in result.err
+    extra = stopped / "extra_00000002_00000.json"
+    good = extra.read_text()
+    for damaged in ('"3"', "-1", "null"):
+        extra.write_text(good.replace('"seed": 3', f'"seed": {damaged}'))
+        result = run(*argv, "-x 4 -y 1 -o", stopped)
+        assert result.code == 2 and f"{extra} says seed " in result.err
+    extra.write_text(good)
     assert everything_in(stopped) == before
     ran(*argv, "-x 3 -n 1 -y 1 -o", stopped)  # without being told again, twice
+    assert json.loads((stopped / "memory.json").read_text())["flags"]["seed"] == 3
     ran(*argv, "-x 4 -y 1 --seed 3 -o", stopped)
     assert_same_end(stopped, straight, 4)
 
