@@ -98,7 +98,7 @@ def test_while_one_is_unproven_no_other_is_written(keep, tmp_path, capsys):
     checkpoints = keep()
     write(checkpoints, 2)
     write(checkpoints, 4)
-    assert steps(tmp_path) == [2] and "no checkpoint at step 4: since that of step 2 no loss" in capsys.readouterr().out
+    assert steps(tmp_path) == [2] and "no checkpoint at step 4: since that of step 2 every loss" in capsys.readouterr().out
     checkpoints.prove(4)
     write(checkpoints, 6)
     assert steps(tmp_path) == [2, 6] and step_to_delete(6, 2, 1, 0) == 4
@@ -133,11 +133,11 @@ def test_an_earlier_run_s_done_is_gone_before_its_files_are_replaced(keep, tmp_p
 def test_ranks_have_settled_and_know_that_a_done_is_gone_before_any_of_them_writes(keep, models, monkeypatch):
     """Weights may still be on their way, and another rank must not replace its files under a DONE."""
     checkpoints, calls = keep(), []
-    for owner, name in ((models[False].sharing, "settle"), (models[False].sharing, "barrier"), (checkpoints._writer, "begin")):
+    for owner, name in ((models[False].sharing, "release_all"), (models[False].sharing, "barrier"), (checkpoints._writer, "begin")):
         monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
     monkeypatch.setattr("llmc.checkpoint.snapshot.unmark", lambda folder, step: calls.append("unmark"))
     write(checkpoints, 2)
-    assert calls[:4] == ["settle", "unmark", "barrier", "begin"]
+    assert calls[:4] == ["release_all", "unmark", "barrier", "begin"]
 
 
 def test_disowning_takes_back_what_is_unproven_and_keeps_its_files(keep, tmp_path):
@@ -204,7 +204,7 @@ def test_a_folder_that_fails_altogether_is_told_without_what_it_kept(keep, tmp_p
         tmp_path.rename(tmp_path.with_name("moved"))
     else:
         monkeypatch.setattr("os.listdir", refused_by_the_disk)
-    with pytest.raises(UserError, match="(writing|deleting) the .* failed at ") as error:
+    with pytest.raises(UserError, match="(writing|removing) .* failed at ") as error:
         write(checkpoints, 4)
     assert "kept" not in str(error.value)
 
