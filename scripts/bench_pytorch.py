@@ -54,6 +54,7 @@ class PyTorchTrainer:
         with torch.enable_grad():
             self.model = PlainGPT2(config).to(device, torch.bfloat16 if bf16_weights else torch.float32)
         self.forward = torch.compile(self.model, mode=mode) if compiled else self.model
+        self.captured = compiled and mode == "reduce-overhead"
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16" and not bf16_weights)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
@@ -61,7 +62,8 @@ class PyTorchTrainer:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     def step(self, inputs, targets) -> float:
-        torch.compiler.cudagraph_mark_step_begin()  # what a graph of the last step returned is not read again
+        if self.captured:  # only then, as the call imports the compiler, whose memory is not an eager step's
+            torch.compiler.cudagraph_mark_step_begin()  # what a graph of the last step returned is not read again
         with torch.enable_grad():
             self.optimizer.zero_grad(set_to_none=True)
             with self.autocast:
