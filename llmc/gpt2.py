@@ -57,6 +57,7 @@ class GPT2:
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
+        self.gradient_groups = gradient_groups(o.config)
         self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
         self.run = graphs.run if graphs else run_at_once
         self.seed = seed
@@ -75,7 +76,6 @@ class GPT2:
         self.parts = self.sharing.parts
         self.parts.attach(self)
         self.sharing.attach(self)
-        self.gradient_groups = gradient_groups(o.config)
         self.layout = self.layout_of("m")  # of the elements that this rank updates
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
         self.blocks = [self._block(l) for l in range(o.config.num_layers)]
@@ -100,7 +100,8 @@ class GPT2:
         if o.ranks_of(arena) == 1:
             return cut_parameters(self.flat[arena], self.config, o.tensor_parallel), None
         slots = [cut_layer(slot, self.config, o.tensor_parallel) for slot in self.acts[f"layer_{name}"]]
-        also = ("fcprojb",) if arena == "gradients" else ()  # of one layer, with the last layernorm's: see gradient_groups
+        with_lnf = [tensor for tensor, _ in self.gradient_groups["lnf"] if tensor not in OUTER]  # of one layer
+        also = with_lnf if arena == "gradients" else ()
         return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel, also), slots
 
     def weight(self, name, l):

@@ -378,8 +378,10 @@ def settle(
     """
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
-    if s.batch_size == "auto" and source.resume_step is not None and (written := written_batch_size(s, source)):
-        return replace(s, batch_size=written), [f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"]
+    if s.batch_size == "auto" and source.resume_step is not None:
+        if written := written_number(s, source, "B", None, at_least=1, expected="a number of sequences"):
+            reason = f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"
+            return replace(s, batch_size=written), [reason]
     if budget is None:
         raise UserError("auto chooses what fits, and --plan asks no device how much it has; say --memory-budget, such as h100-80 or 24GiB")
     if s.recompute == "auto":
@@ -391,15 +393,16 @@ def settle(
     return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
 
 
-def written_batch_size(s: Settings, source: Source) -> int | None:
-    """-b of the run that wrote the checkpoint to resume from; None for llm.c's, which do not say."""
+def written_number(s: Settings, source: Source, name: str, default: int | None, *, at_least: int, expected: str) -> int | None:
+    """What the run that wrote the checkpoint to resume from says of itself; `default` where it does not, as in llm.c's. Raises UserError
+    for what is no such number."""
     from llmc.checkpoint.state_file import read_extra
 
     path = extra_path(s.output_dir, source.resume_step, 0)
-    B = read_extra(path).get("B")
-    if B is not None and (type(B) is not int or B < 1):
-        raise UserError(f"{path} says B {B!r}; expected a number of sequences, so it is damaged: resume from another checkpoint")
-    return B
+    value = read_extra(path).get(name, default)
+    if value is not default and (type(value) is not int or value < at_least):
+        raise UserError(f"{path} says {name} {value!r}; expected {expected}, so it is damaged: resume from another checkpoint")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,12 +523,7 @@ def settle_seed(s: Settings, source: Source) -> Settings:
     was asked for."""
     if source.resume_step is None:
         return s
-    from llmc.checkpoint.state_file import read_extra
-
-    path = extra_path(s.output_dir, source.resume_step, 0)
-    seed = read_extra(path).get("seed", 0)  # llm.c's checkpoints have no such file, and its seeds
-    if type(seed) is not int or seed < 0:
-        raise UserError(f"{path} says seed {seed!r}; expected a number, so it is damaged: resume from another checkpoint")
+    seed = written_number(s, source, "seed", 0, at_least=0, expected="a number")  # llm.c's checkpoints have its seeds
     if s.seed not in (0, seed):
         raise UserError(
             f"--seed {s.seed}: the checkpoint of step {source.resume_step} in {s.output_dir} is of a run with --seed {seed}, "

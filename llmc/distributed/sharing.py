@@ -11,7 +11,7 @@ import torch
 
 from llmc.distributed.group import Done
 from llmc.distributed.tensor_parallel import Undivided
-from llmc.memory.layout import flat_layout, gradient_groups, weight_groups
+from llmc.memory.layout import flat_layout, weight_groups
 from llmc.memory.slots import layer_slot, weight_slot
 from llmc.memory.tables import SUMMED_OVER_PARTS
 from llmc.memory.tuning import LOSS, NORM, STOPS, UNDIVIDED_NORM, WRITTEN
@@ -109,7 +109,7 @@ class Sharing(Alone):
     def __init__(self, plan, group, parts=None, everyone=None, world=None):
         self.options, self.group, self.parts, self.everyone = plan.options, group, parts or Undivided(), everyone or group
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
-        self._weight_groups, self._gradient_groups = (groups(plan.options.config) for groups in (weight_groups, gradient_groups))
+        self._weight_groups = weight_groups(plan.options.config)
         self._sums, self._coming = {}, {}  # group -> (handle, adding, last) of its gradients; group -> handle of its weights
         self._in_slot = {}  # slot -> group whose weights it holds or is receiving
         self._spreading = []
@@ -143,7 +143,7 @@ class Sharing(Alone):
         self._acts, self._layout = acts, {t.name: t for t in layout}
         self._gradient_shares = acts["gradient_share"] if "gradient_share" in acts else self._flat["gradients"]
         self._weights = {k: [model.weight(*of).view(-1) for of in group] for k, group in self._weight_groups.items()}
-        self._gradients = {k: [model.gradient(k, *of).view(-1) for of in group] for k, group in self._gradient_groups.items()}
+        self._gradients = {k: [model.gradient(k, *of).view(-1) for of in group] for k, group in model.gradient_groups.items()}
 
     # ------------------------------------------------------------------------
     # weights
@@ -212,7 +212,7 @@ class Sharing(Alone):
         if not (last or self.options.reduces_always):
             return
         if self.parts.size > 1:
-            names = [name for name, _ in self._gradient_groups[key]]
+            names = [name for name, _ in self._model.gradient_groups[key]]
             self.parts.group.sum_whole([t for t, name in zip(self._gradients[key], names) if name in SUMMED_OVER_PARTS]).wait()
         if not self.options.shares:
             self._sums[key] = self.group.sum_whole(self._gradients[key]), adding, last
@@ -228,7 +228,7 @@ class Sharing(Alone):
         handle.wait()
         spread = self.stage == 0 and self.options.shares and last
         if self.options.reduces_always:
-            for (name, l), tensor in zip(self._gradient_groups[key], self._gradients[key]):
+            for (name, l), tensor in zip(self._model.gradient_groups[key], self._gradients[key]):
                 share, new = self._gradient_shares[self._layout[name].layer(l)], self.group.share(tensor)
                 share.add_(new) if adding else share.copy_(new)
                 if spread:
