@@ -314,7 +314,8 @@ def refuse_too_large(run: Run):
         )  # fmt: skip
     if plan.host_bytes > (host := run.host_bytes):
         o = plan.options
-        takers = {"--offload-residual": o.offload_residual, "--async-checkpoint 1": o.async_checkpoint}
+        takers = {"--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer}
+        takers["--async-checkpoint 1"] = o.async_checkpoint
         smaller = "use a smaller -b, or " if o.offload_residual else ""
         raise UserError(
             f"{' with '.join(flag for flag, given in takers.items() if given)} needs {in_mib(plan.host_bytes)} MiB of host memory for each "

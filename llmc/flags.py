@@ -153,6 +153,8 @@ GROUPS = {
         Flag(("-r",), "recompute", int, 1, "LEVEL", "recompute more in backward to store less: 0 nothing, 1 GELU, 2 layernorms, 3 fc, "
              "4 qkv, 5 whole blocks, 6 segments of blocks; auto: the lowest that fits", at_least=0, also=("auto",)),
         Flag((), "offload-residual", bool, False, "", "keep the residuals between blocks in host memory (CUDA)"),
+        Flag((), "offload-optimizer", bool, False, "",
+             "keep m, v and the master weights in host memory (CUDA), where the update reads and writes them over the bus"),
         Flag((), "head-chunk", int, 0, "ROWS", "rows of logits held at once; 0 chooses", at_least=0),
         Flag((), "memory-budget", str, "", "SIZE|CARD",
              "memory to plan for: 24GiB, or a card such as h100-80; empty: what the device has free"),

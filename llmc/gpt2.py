@@ -19,7 +19,7 @@ from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, 
 from llmc.layers.linear import linear_layers
 from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
-from llmc.memory.arena import TORCH_DTYPE, allocate, cut_activations, cut_layer, cut_outer, cut_parameters
+from llmc.memory.arena import TORCH_DTYPE, allocate, allocate_mapped, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
 from llmc.memory.layout import flat_layout, gradient_groups
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
@@ -65,7 +65,8 @@ class GPT2:
         self.rng = XorShift(ROUNDING_STATE + (seed << 32))
         self.rng_state_last_update = self.rng.state
         self.flat = {
-            purpose: allocate(plan.arenas[purpose], self.device).view(TORCH_DTYPE[dtype]) for purpose, dtype in plan.flat_types.items()
+            arena: (allocate_mapped if plan.on_host(arena) else allocate)(plan.arenas[arena], self.device).view(TORCH_DTYPE[dtype])
+            for arena, dtype in plan.flat_types.items()
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
         self.scratch = {name: view for name, view in self.acts.items() if plan.tensors[name].is_scratch}

@@ -307,6 +307,8 @@ def check_forms(s: Settings, precision: str, kind: str):
             raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if s.offload_residual and kind != "cuda":
         raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
+    if s.offload_optimizer and kind != "cuda":
+        raise UserError("--offload-optimizer moves m, v and master from a GPU to host memory, and this run is on a CPU; leave it out")
     if s.gelu_fusion and kind != "cuda":
         raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
     if s.attention != "auto" and kind != "cuda":
@@ -350,8 +352,9 @@ def plan_options(
     return PlanOptions(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
-        grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual, device=kind,
-        head_chunk=s.head_chunk, sample_length=s.sample_length, **({"processors": processors} if processors else {}),
+        grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual,
+        offload_optimizer=s.offload_optimizer, device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
+        **({"processors": processors} if processors else {}),
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
         ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),

@@ -301,9 +301,9 @@ def more_steps(run, record):
     forms = [(f"-r {level}", {"recompute": level}) for level in levels]
     fused = (0, 3), (2, 3), (5, 3), (0, 2), (0, 1)
     forms += [(f"-r {level} -ge {fusion}", {"recompute": level, "gelu_fusion": fusion}) for level, fusion in fused]
-    forms += [("-r 0, torch's operations", {"kernels": "torch"})]
+    forms += [("-r 0 --offload-optimizer", {"offload_optimizer": True}), ("-r 0, torch's operations", {"kernels": "torch"})]
     if not run.cuda:
-        record["not_run"].append(f"-ge: {NO_CUDA}")
+        record["not_run"].append(f"-ge and --offload-optimizer: {NO_CUDA}")
         forms = [(label, form) for label, form in forms if form.keys() <= {"kernels", "recompute"}]
     measure_forms(run, record, forms)
 

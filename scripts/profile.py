@@ -59,7 +59,8 @@ from scripts.plotting import check_picture, new_figure, save_picture
 # flags of train_gpt2.py that decide what a step does, and defaults that differ from its
 TAKEN = (
     "model", "batch_size", "sequence_length", "recompute", "precision", "device", "kernels", "attention", "matmul", "gelu_fusion", "tf32",
-    "master_weights", "master", "optimizer_state", "grad_dtype", "offload_residual", "head_chunk", "threads",
+    "master_weights", "master", "optimizer_state", "grad_dtype", "offload_residual", "offload_optimizer", "head_chunk",
+    "threads",
 )  # fmt: skip
 DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
 

@@ -1,6 +1,7 @@
 """Host memory: a CPU's arenas, on huge pages; and what a GPU reaches, pages of its own, given back once and before they are freed. CUDA's
 two calls are stood in for."""
 
+import ctypes
 import gc
 import re
 from mmap import MADV_HUGEPAGE, PAGESIZE
@@ -12,7 +13,7 @@ import torch
 
 from llmc.errors import is_out_of_memory
 from llmc.memory import arena as arenas
-from llmc.memory.arena import HUGE_PAGE, allocate, allocate_host
+from llmc.memory.arena import HUGE_PAGE, allocate, allocate_host, allocate_mapped
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,41 @@ def test_a_view_keeps_the_memory_but_the_owner_decides_how_long_it_is_locked(loc
 
 def test_nothing_is_locked_where_nothing_is_asked_for(locked):
     assert len(Owner(0).host) == 0 and not locked
+
+
+class OnGpu:
+    """Stands in for torch.as_tensor of what a GPU sees: a tensor over that very memory, which keeps the object that it was made of."""
+
+    def __init__(self, copies=False):
+        self.copies = copies
+
+    def __call__(self, mapped, device):
+        seen = mapped.__cuda_array_interface__
+        (n_bytes,), (address, read_only) = seen["shape"], seen["data"]
+        assert (seen["typestr"], seen["version"], read_only, device.type) == ("|u1", 3, False, "cuda")
+        memory = (ctypes.c_uint8 * n_bytes).from_address(address)
+        memory.keeps = mapped
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        return tensor.clone() if self.copies else tensor
+
+
+def test_memory_that_a_gpu_sees_is_locked_as_long_as_any_tensor_of_it_is_there(locked, monkeypatch):
+    monkeypatch.setattr(torch, "as_tensor", OnGpu())
+    tensor = allocate_mapped(3 * PAGESIZE + 5, torch.device("cuda:0"))
+    view = tensor[4:8].view(torch.float32)
+    assert len(tensor) == 3 * PAGESIZE + 5 and not tensor.any() and len(locked) == 1
+    del tensor
+    gc.collect()
+    assert len(locked) == 1 and not view.fill_(1).isnan().any()
+    del view
+    gc.collect()
+    assert not locked
+
+
+def test_memory_that_torch_copies_to_the_gpu_is_not_taken_for_the_host_s(locked, monkeypatch):
+    monkeypatch.setattr(torch, "as_tensor", OnGpu(copies=True))
+    with pytest.raises(AssertionError, match="copy"):
+        allocate_mapped(PAGESIZE, torch.device("cuda:0"))
 
 
 def resident_bytes():

@@ -320,6 +320,7 @@ COMMANDS = (
     "-e d12 -b 8 -w 0 --device cuda --precision bf16",
     "-e d12 -b 8 --master bits16 --optimizer-state bf16 --grad-dtype fp32 --device cuda --precision bf16",
     "-e d12 -b 8 -t 256 --offload-residual --head-chunk 100 --device cuda --precision bf16",
+    "-e d12 -b 8 --offload-optimizer --device cuda --precision bf16",
     "-e d6 -b 1 -r 6 --device cpu --precision bf16",
     "-e d12 -b 16 -pn 2 -z 1 --device cuda --precision bf16",  # micro-steps bring sums of their own
 )
@@ -348,7 +349,9 @@ def asked(command, share) -> tuple[int, list]:
 def changes(options):
     """How far each choice is from the command's: B goes down, the rest up."""
     masters, states = ("fp32", "bits16", "none"), ("fp32", "bf16")
-    return (-options.B, options.recompute, masters.index(options.master), states.index(options.optimizer_state))
+    return (
+        -options.B, options.recompute, masters.index(options.master), states.index(options.optimizer_state), options.offload_optimizer
+    )  # fmt: skip
 
 
 def at_least(mine, theirs) -> bool:
@@ -366,12 +369,13 @@ def test_every_way_fits_when_its_flags_are_added_to_the_command(command, share):
         assert total(options) == way.total_bytes <= budget, way.flags
         assert kept == sequences and sequences % options.B == 0, way.flags
         assert way.flags, "something has to change"
-        may_change = dict(B=1, step_sequences=0, recompute=1, master="", optimizer_state="")
+        may_change = dict(B=1, step_sequences=0, recompute=1, master="", optimizer_state="", offload_optimizer=False)
         assert replace(options, **may_change) == replace(planned(command)[0], **may_change)
 
 
 def combinations(command) -> list[PlanOptions]:
-    """Everything there is to try: every batch that divides, level above, form of the master and of m and v; not the command itself."""
+    """Everything there is to try: every batch that divides, level above, form of the master and of m and v, and on a GPU whether these
+    are in host memory; not the command itself."""
     options, sequences = planned(command)
     options = replace(options, step_sequences=sequences)
     batches, half = [options.B], options.B
@@ -381,8 +385,11 @@ def combinations(command) -> list[PlanOptions]:
     masters = ("fp32", "bits16") if options.precision == "bf16" and options.master == "fp32" else (options.master,)
     states = ("fp32", "bf16")[("fp32", "bf16").index(options.optimizer_state) :]
     levels = [level for level in levels_of(options) if level >= options.recompute]
-    tried = product(batches, levels, masters, states)
-    return [replace(options, B=B, recompute=level, master=master, optimizer_state=state) for B, level, master, state in tried][1:]
+    hosts = (False, True) if options.device == "cuda" and not options.offload_optimizer else (options.offload_optimizer,)
+    return [
+        replace(options, B=B, recompute=level, master=master, optimizer_state=state, offload_optimizer=host)
+        for B, level, master, state, host in product(batches, levels, masters, states, hosts)
+    ][1:]
 
 
 @every_command
@@ -426,10 +433,10 @@ def test_three_ways_are_printed_and_one_that_only_adds_to_another_just_where_oth
 
 
 def test_a_way_that_rounds_m_and_v_comes_last():
-    """It alone changes the numbers of a run, though it takes next to no time: a level and half the batch come before it."""
+    """It alone changes the numbers of a run, though it takes next to no time: a level, half the batch and host memory come before it."""
     options, sequences = planned(COMMANDS[0])
     budget, _ = asked(COMMANDS[0], 0.95)
-    printed = [way.flags for way in ways_to_fit(options, budget, sequences)]
+    printed = [way.flags for way in ways_to_fit(options, budget, sequences, count=4)]
     assert printed[-1] == "--optimizer-state bf16" and not any("--optimizer-state" in flags for flags in printed[:-1])
 
 
@@ -451,6 +458,9 @@ def test_the_price_says_how_many_micro_steps_and_flops_a_way_takes(command):
             want.append(f"{extra_flops_percent(taken) - extra_flops_percent(options):.0f}% more FLOPs, the same bits")
         if taken.master != options.master:
             want.append("the same weights, a slightly longer update")
+        if taken.offload_optimizer != options.offload_optimizer:
+            mib = Plan(taken).optimizer_bytes // MIB
+            want.append(f"{mib} MiB of host memory, read and written over the bus in each update")
         if taken.optimizer_state != options.optimizer_state:
             want.append("m and v are rounded")
         assert way.price == "; ".join(want)

@@ -223,6 +223,28 @@ def test_residuals_in_host_memory_change_no_bit(precision, level, L):
 
 
 @gpu
+@precisions
+@pytest.mark.parametrize("forms", [{}, {"kernels": "torch"}, {"optimizer_state": "bf16"}, {"master": "bits16"}])
+def test_an_optimizer_in_host_memory_changes_no_bit(precision, forms):
+    """Its updates, and what a checkpoint reads of it at once, without waiting for the GPU by itself."""
+    if precision == "fp32" and "master" in forms:
+        pytest.skip("fp32 weights are their own master")
+    runs = []
+    for offloaded in (False, True):
+        for graphs in (None, graphs_on("cuda")) if forms.get("kernels") != "torch" else (None,):
+            options = PlanOptions(SMALL, 8, 64, precision=precision, device="cuda", offload_optimizer=offloaded, **forms)
+            model = GPT2(Plan(options), "cuda", graphs=graphs)
+            model.init_random()
+            tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 8, 64))
+            for step in range(5):
+                model.train(*tokens)
+                model.update(1e-3, 0.1, step + 1, model.grad_norm())
+            states = {name: flat.cpu().view(torch.uint8).numpy().tobytes() for name, flat in model.flat.items()}
+            runs.append(states | {"whole master": torch.cat([piece.cpu() for piece in model.master_pieces()]).numpy().tobytes()})
+    assert all(run == runs[0] for run in runs[1:])
+
+
+@gpu
 @pytest.mark.parametrize("forms", [{}, {"optimizer_state": "bf16"}, {"grad_dtype": "fp32"}, {"grad_dtype": "fp32", "head_chunk": 7}])
 def test_the_master_in_16_bits_gives_the_bits_of_an_fp32_master(forms):
     runs = [gradients(SMALL, "bf16", 2, 4, 64, 2, master=master, **forms) for master in ("fp32", "bits16")]
@@ -232,17 +254,19 @@ def test_the_master_in_16_bits_gives_the_bits_of_an_fp32_master(forms):
 @gpu
 @pytest.mark.parametrize("forms", [
     {"master": "bits16", "optimizer_state": "bf16"}, {"master": "none"}, {"grad_dtype": "fp32"}, {"offload_residual": True},
-    {"precision": "fp32"}, {"attention": "efficient"}, {"attention": "triton"}, {"matmul": "fp8"},
+    {"precision": "fp32"}, {"attention": "efficient"}, {"attention": "triton"}, {"matmul": "fp8"}, {"offload_optimizer": True},
 ])  # fmt: skip
 def test_allocated_memory_is_the_plan_in_every_form(forms):
     skip_without_fp8(forms)
     peak, plan = peak_and_plan(PlanOptions(config_from_descriptor("d12"), 8, 1024, recompute=5, device="cuda", **forms))
-    assert sum(plan.arenas.values()) <= peak <= plan.total_bytes * 1.01 + CUBLAS_BYTES
+    arenas = sum(n_bytes for arena, n_bytes in plan.arenas.items() if not plan.on_host(arena))
+    assert arenas <= peak <= plan.total_bytes * 1.01 + CUBLAS_BYTES
 
 
 @gpu
 @pytest.mark.parametrize("precision, forms", [("fp32", []), ("bf16", []), ("bf16", ["--master", "bits16", "--optimizer-state", "bf16"]),
-                                              ("bf16", ["--matmul", "fp8"])])  # fmt: skip
+                                              ("bf16", ["--matmul", "fp8"]), ("bf16", ["--offload-optimizer"]),
+                                              ("bf16", ["--offload-optimizer", "--async-checkpoint", "1"])])  # fmt: skip
 def test_resuming_gives_the_bytes_of_never_having_stopped(precision, forms, tmp_path):
     skip_without_fp8({"matmul": forms[-1]} if forms else {})
     case = write_case_a(tmp_path / "case")

@@ -296,6 +296,8 @@ FLAGS = {
     "offload at such a level, planned": ("-r 6 --offload-residual --device cuda --plan", "-r 6 --offload-residual: this level keeps"),
     "offload on a CPU": ("--offload-residual", "--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU"),
     "offload on a CPU, planned": ("--offload-residual --plan", "--offload-residual moves residuals from a GPU to host memory"),
+    "optimizer off a CPU": ("--offload-optimizer", "--offload-optimizer moves m, v and master from a GPU to host memory, and this run"),
+    "optimizer off a CPU, planned": ("--offload-optimizer --plan", "--offload-optimizer moves m, v and master from a GPU", "leave it out"),
     "a master and none": ("--master fp32 -w 0", "--master fp32 -w 0: one asks for master weights and the other for none"),
     "master bits and none": ("--master bits16 -w 0", "--master bits16 -w 0: one asks for master weights and the other for none"),
     "master bits of fp32 weights": ("--master bits16", "--master bits16 is for a bf16 model, and this one is fp32"),

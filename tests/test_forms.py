@@ -21,6 +21,7 @@ from test_loop import ran
 from test_resume import assert_same_end, bf16_model_bytes, files_of
 
 import train_gpt2
+from llmc import gpt2
 from llmc.cards import Budget
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot
@@ -29,6 +30,7 @@ from llmc.config import ModelConfig, config_from_descriptor
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.layers.rounding import join_bits, low_bits, round_to_bf16
+from llmc.memory.arena import allocate
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -346,6 +348,24 @@ def test_with_residuals_in_host_memory_activations_do_not_grow_with_depth():
     assert shallow.arenas["activations"] == deep.arenas["activations"]
     per_layer = 64 * 23 * DEEP.channels * 2
     assert (shallow.host_bytes, deep.host_bytes) == (3 * per_layer, 37 * per_layer)
+
+
+def test_a_model_with_an_offloaded_optimizer_has_that_alone_in_host_memory(monkeypatch):
+    mapped = []
+
+    def on_host(n_bytes, device):
+        mapped.append(allocate(n_bytes, device))
+        return mapped[-1]
+
+    monkeypatch.setattr(gpt2, "allocate_mapped", on_host)
+    for master, arenas in (("fp32", {"m", "v", "master"}), ("bits16", {"m", "v", "master_bits"}), ("none", {"m", "v"})):
+        mapped.clear()
+        model = build(SMALL, "bf16", master=master, offload_optimizer=True)
+        addresses = {arena.data_ptr() for arena in mapped}
+        assert {name for name, flat in model.flat.items() if flat.data_ptr() in addresses} == arenas and len(mapped) == len(arenas)
+        here = build(SMALL, "bf16", master=master)
+        assert [train_step(model, step, 2) for step in range(2)] == [train_step(here, step, 2) for step in range(2)]
+        assert state(model) == state(here)
 
 
 def test_host_memory_that_is_not_there_is_refused_before_anything_is_allocated():

@@ -14,7 +14,7 @@ import pytest
 from llmc.cards import parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.memory.choose import largest_batch
-from llmc.memory.cost import extra_flops_percent, step_cost
+from llmc.memory.cost import extra_flops_percent, optimizer_traffic, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, kept_names, passes
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -555,6 +555,30 @@ def test_arenas_are_the_parameters_times_their_bytes():
     assert [bare[k] for k in ("parameters", "gradients", "m", "v")] == [2 * n, 2 * n, 4 * n, 4 * n] and "master" not in bare
     plan = Plan(options(ODD, 3, 7))
     assert plan.total_bytes == sum(plan.arenas.values()) + plan.library_bytes
+
+
+@pytest.mark.parametrize("forms", [
+    {}, {"master": "bits16"}, {"master": "none", "optimizer_state": "bf16"}, {"precision": "fp32"}, {"ranks": 4, "zero_stage": 1},
+    {"offload_residual": True, "async_checkpoint": True},
+])  # fmt: skip
+def test_an_offloaded_optimizer_is_in_host_memory_and_all_else_stays(forms):
+    """m, v and the master leave the total for the pinned memory; arenas, tensors and the order of files know nothing of it."""
+    o = PlanOptions(D12, 4, 1024, device="cuda", recompute=2, **forms)
+    here, there = Plan(o), Plan(replace(o, offload_optimizer=True))
+    assert there.arenas == here.arenas and there.tensors == here.tensors
+    moved = sum(n_bytes for arena, n_bytes in here.arenas.items() if there.on_host(arena))
+    assert not any(map(here.on_host, here.arenas)) and set(filter(there.on_host, here.arenas)) == here.arenas.keys() - {
+        "parameters", "gradients", "activations"
+    }  # fmt: skip
+    assert moved == there.optimizer_bytes == here.columns["optimizer"] > 0
+    assert there.total_bytes == here.total_bytes - moved and there.host_bytes == here.host_bytes + moved
+    assert there.columns == here.columns | {"optimizer": 0}
+    at_home, away = step_cost(here.options, 3), step_cost(there.options, 3)
+    assert away.flops == at_home.flops and at_home.bytes - away.bytes == optimizer_traffic(o) == 2 * moved
+    lines = zip(allocation_lines(here), allocation_lines(there), strict=True)
+    assert [line.replace("for", "of pinned host memory for") if "AdamW" in line or "master" in line else line for line, _ in lines] == (
+        allocation_lines(there)
+    )
 
 
 @pytest.mark.parametrize("name, T, wants, library", [

@@ -162,8 +162,9 @@ FORMS = (
     PlanOptions(ODD, 3, 7, precision="fp32", head_chunk=2),
     PlanOptions(CONFIG, 2, 64, master="bits16", optimizer_state="bf16", grad_dtype="fp32"),
     PlanOptions(D12, 8, 1024, device="cuda", offload_residual=True),
+    PlanOptions(D12, 8, 1024, device="cuda", offload_optimizer=True),
 )
-every_form = pytest.mark.parametrize("o", FORMS, ids=["d12", "odd", "bits16", "offload"])
+every_form = pytest.mark.parametrize("o", FORMS, ids=["d12", "odd", "bits16", "offload", "optimizer"])
 every_budget = pytest.mark.parametrize("budget", [None, H100, Budget(3 << 30, "3GiB")], ids=["none", "card", "size"])
 
 
@@ -507,6 +508,19 @@ def test_plan_with_offload_has_the_levels_that_keep_residuals_and_counts_host_me
     resident = json.loads(ran(D48_ON_H100, "--json"))["levels"]
     for row, beside in zip(told["levels"], resident):
         assert row["total_mib"] < beside["total_mib"] and beside["host_mib"] == 0
+
+
+def test_plan_of_an_offloaded_optimizer_counts_host_memory_and_the_bus():
+    """d48 has 1557686400 parameters, of 12 bytes there; all of them are read, and written."""
+    n = num_parameters(D48)
+    told = json.loads(ran(D48_ON_H100, "--offload-optimizer --json"))
+    assert told["offload_optimizer"] is True and {row["host_mib"] for row in told["levels"]} == {12 * n / MIB}
+    table = ran(D48_ON_H100, "--offload-optimizer")
+    assert f"host memory: {12 * n / MIB:.1f} MiB pinned, beside the total; an update reads {12 * n / 1e9:.1f} GB of it" in table
+    assert "fp32 master weights, optimizer state in host memory" in table
+    for row, beside in zip(told["levels"], json.loads(ran(D48_ON_H100, "--json"))["levels"], strict=True):
+        assert row["total_mib"] == beside["total_mib"] - 12 * n / MIB and row["optimizer_mib"] == 0
+        assert row["bytes_per_step"] == beside["bytes_per_step"] - 24 * n
 
 
 @pytest.mark.parametrize("wish", ["--json", "--tensors"])

@@ -189,6 +189,7 @@ def test_the_other_device_s_kernels_are_refused(triton, flags, capability, sente
 @pytest.mark.parametrize("flags, kind, graphs", [
     ("", "cuda", True), ("--cuda-graph 1", "cuda", True), ("--cuda-graph 0", "cuda", False),
     ("--kernels torch", "cuda", False), ("--offload-residual", "cuda", False), ("--cuda-graph 0 --offload-residual", "cuda", False),
+    ("--offload-optimizer", "cuda", True),
     ("-ge 2", "cuda", True), ("--attention cudnn", "cuda", True), ("--kernels numba", "cpu", True), ("--kernels torch", "cpu", False),
     ("--kernels numba --cuda-graph 0", "cpu", False), ("--kernels numba --matmul numba --cuda-graph 1", "cpu", True),
     ("--kernels numba --matmul widened", "cpu", False), ("--kernels numba --matmul native --grad-dtype fp32", "cpu", False),

@@ -57,6 +57,26 @@ def allocate_host(n_bytes: int, owner, pinned: bool) -> torch.Tensor:
     return host
 
 
+def allocate_mapped(n_bytes: int, device: torch.device) -> torch.Tensor:
+    """(n_bytes,) uint8 of host memory, zeroed, as a tensor of the device. A GPU's kernels and copies reach it over the bus, in place, in
+    the order of their streams, as they do its own memory; so whoever works with the tensor need not know where it lies."""
+    if device.type == "cpu":
+        return allocate(n_bytes, device)
+    mapped = _Mapped(n_bytes)
+    tensor = torch.as_tensor(mapped, device=device)
+    assert tensor.data_ptr() == mapped.host.data_ptr(), "torch made a copy in the GPU's memory"
+    return tensor
+
+
+class _Mapped:
+    """Pinned host memory in the form in which libraries tell one another of a GPU's (https://numba.readthedocs.io, CUDA array interface,
+    version 3). A tensor made of it keeps it: it stays pinned until the last one is gone."""
+
+    def __init__(self, n_bytes):
+        self.host = allocate_host(n_bytes, self, pinned=True)
+        self.__cuda_array_interface__ = {"shape": (n_bytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False), "version": 3}
+
+
 def _unpin(host):
     torch.cuda.synchronize()
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))

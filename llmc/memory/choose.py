@@ -20,6 +20,7 @@ from llmc.units import MIB
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
 MASTER_BITS_COST = 0.5  # the update generates each piece's noise twice
 WAITING_COST = 0.7  # training waits for the disk when a checkpoint is due
+BUS_COST = 8.0  # the update waits for the bus to host memory: for d48, with half a million tokens a step, on an H200
 BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
 
 DIPS = 16  # how many dips of memory the search for the largest batch passes; in a tiny model every fourth B can be one, without end
@@ -189,15 +190,17 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     states = ["fp32", "bf16"] if options.optimizer_state == "fp32" else ["bf16"]
     levels = [level for level in levels_of(options) if level >= options.recompute]
     copies = [True, False] if options.async_checkpoint and options.device == "cpu" else [options.async_checkpoint]
+    hosts = [False, True] if options.device == "cuda" and not options.offload_optimizer else [options.offload_optimizer]
     found = []
     batches = [(step, B) for step, B in enumerate(halves) if B % options.batch_multiple == 0]
-    for (step, B), level, master, state, copy in product(batches, levels, masters, states, copies):
+    for (step, B), level, master, state, copy, host in product(batches, levels, masters, states, copies, hosts):
         changed = replace(
-            options, B=B, step_sequences=total_sequences, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy
-        )
+            options, B=B, step_sequences=total_sequences, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy,
+            offload_optimizer=host,
+        )  # fmt: skip
         total = Plan(changed).total_bytes
         if total <= budget_bytes:
-            place = (step, level, masters.index(master), states.index(state), copies.index(copy))
+            place = (step, level, masters.index(master), states.index(state), copies.index(copy), hosts.index(host))
             found.append((_way(options, changed, total, total_sequences, step), place))
     found.sort(key=lambda pair: (pair[0].cost, pair[0].total_bytes))
     chosen, spare = [], []
@@ -230,6 +233,10 @@ def _way(options, changed, total, total_sequences, halvings) -> Way:
         flags.append("--async-checkpoint 0")
         price.append("training waits while a checkpoint is written")
         cost += WAITING_COST
+    if changed.offload_optimizer != options.offload_optimizer:
+        flags.append("--offload-optimizer")
+        price.append(f"{Plan(changed).optimizer_bytes // MIB} MiB of host memory, read and written over the bus in each update")
+        cost += BUS_COST
     if changed.optimizer_state != options.optimizer_state:
         flags.append("--optimizer-state bf16")
         price.append("m and v are rounded")

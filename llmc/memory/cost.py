@@ -27,7 +27,7 @@ ENCODER_PASSES, LNF_PASSES, HEAD_PASSES = 2 + 1, 2 + 1 + 4, 2 + 1
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one step: all micro-steps and the update."""
+    """The cost of one step: all micro-steps and the update. Bytes are those of the device's own memory."""
 
     flops: int
     bytes: int
@@ -116,14 +116,20 @@ def _head(o, sizes) -> tuple[int, int]:
 
 def _update_bytes(o) -> int:
     """Gradient read for the norm and for the update; weights, m, v and the master read and written, each in its own type. Where there is an
-    fp32 master, the bf16 weights are only written.
+    fp32 master, the bf16 weights are only written. m, v and the master do not count where they are in host memory.
 
     With several ranks, each takes the norm of its share where gradients are summed in shares, and from ZeRO stage 1 on updates its share.
     """
     normed, updated = o.num_parameters // (o.ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
     weights = DTYPE_BYTES[o.precision] * (1 if o.keeps_master else 2)
+    state = 0 if o.offload_optimizer else optimizer_traffic(o)
+    return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * weights + state
+
+
+def optimizer_traffic(o: PlanOptions) -> int:
+    """Bytes of m, v and the master that an update reads and writes, wherever they lie; half of them each way."""
     kept = 2 * DTYPE_BYTES[o.optimizer_state] + 4 * o.keeps_master + 2 * o.keeps_bits
-    return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * (weights + 2 * kept)
+    return 2 * kept * (o.num_parameters // o.ranks_of("m"))
 
 
 # ----------------------------------------------------------------------------

@@ -22,6 +22,8 @@ ARENA_PARTS = {
     "scratch": ("batch", "scratch", "sample"),
 }  # fmt: skip
 
+OPTIMIZER_ARENAS = ("m", "v", "master", "master_bits")  # what the update alone needs
+
 
 class Plan:
     """Where every byte lives, for one set of options.
@@ -31,7 +33,7 @@ class Plan:
     schedule     the stages of a block's backward pass
     stages       all stages in which a tensor may be alive, in order
     segments     which blocks run forward again before backward, and where each residual3 lies
-    host_bytes   pinned host memory, not in the total: for --offload-residual, and on CUDA for --async-checkpoint
+    host_bytes   pinned host memory, not in the total: for --offload-residual and --offload-optimizer, and on CUDA for --async-checkpoint
     """
 
     def __init__(self, options: PlanOptions):
@@ -63,7 +65,8 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """Everything that we allocate on the device, and what library calls allocate there temporarily."""
-        return sum(self.arenas.values()) + self.library_bytes + (self.checkpoint_bytes if self.options.device == "cpu" else 0)
+        arenas = sum(n_bytes for arena, n_bytes in self.arenas.items() if not self.on_host(arena))
+        return arenas + self.library_bytes + (self.checkpoint_bytes if self.options.device == "cpu" else 0)
 
     @property
     def columns(self) -> dict[str, int]:
@@ -73,8 +76,7 @@ class Plan:
         The parts of the activation arena take turns in the same bytes. Each byte counts for the first of kept, shared, head, gathered
         and scratch that ever uses it, and gaps count for scratch, so the parts add up to what is allocated.
         """
-        a = self.arenas
-        optimizer = sum(n_bytes for name, n_bytes in a.items() if name not in ("parameters", "gradients", "activations"))
+        a, optimizer = self.arenas, 0 if self.options.offload_optimizer else self.optimizer_bytes
         columns = {"parameters": a["parameters"], "gradients": a["gradients"], "optimizer": optimizer}
         ranges, covered = [], 0
         for part, purposes in ARENA_PARTS.items():
@@ -89,7 +91,17 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory, which is not in the total."""
-        return self.residual_bytes + (self.checkpoint_bytes if self.options.device == "cuda" else 0)
+        optimizer = self.optimizer_bytes if self.options.offload_optimizer else 0
+        return self.residual_bytes + optimizer + (self.checkpoint_bytes if self.options.device == "cuda" else 0)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Memory of the optimizer state and the master, wherever it is."""
+        return sum(self.arenas.get(arena, 0) for arena in OPTIMIZER_ARENAS)
+
+    def on_host(self, arena: str) -> bool:
+        """Whether an arena lies in pinned host memory, which a GPU reads and writes over the bus."""
+        return self.options.offload_optimizer and arena in OPTIMIZER_ARENAS
 
     @property
     def checkpoint_tensors(self) -> dict[str, tuple[int, str]]:

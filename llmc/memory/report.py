@@ -7,7 +7,7 @@ from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
 from llmc.memory.columns import in_columns
-from llmc.memory.cost import bound, extra_flops_percent, least_ms, ridge, step_cost
+from llmc.memory.cost import bound, extra_flops_percent, least_ms, optimizer_traffic, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import flat_layout
 from llmc.memory.options import PlanOptions
@@ -35,7 +35,7 @@ LEGEND = {
 def allocation_lines(plan: Plan) -> list[str]:
     """llm.c's line for every arena that is about to be allocated, except the parameters, which print_sizes reports in other words."""
     lines = [
-        f"allocating {n_bytes // MIB} MiB for {PURPOSE_NAMES[purpose]}"
+        f"allocating {n_bytes // MIB} MiB {'of pinned host memory ' if plan.on_host(purpose) else ''}for {PURPOSE_NAMES[purpose]}"
         for purpose, n_bytes in plan.arenas.items()
         if purpose != "parameters"
     ]
@@ -100,6 +100,8 @@ def describe(o: PlanOptions) -> str:
         forms.append("matmuls widened to fp32")
     if o.offload_residual:
         forms.append("residuals in host memory")
+    if o.offload_optimizer:
+        forms.append("optimizer state in host memory")
     if o.async_checkpoint:
         forms.append("checkpoints written beside training")
     if o.world > 1:
@@ -145,7 +147,7 @@ def _footer(options, row, budget) -> list[str]:
         lines.append(f"largest -b: of {budget.bytes // MIB} MiB, {budget.name}")
     else:
         lines.append("largest -b: say --memory-budget, a size such as 24GiB or a card such as h100-80")
-    if options.offload_residual or options.async_checkpoint:
+    if options.offload_residual or options.offload_optimizer or options.async_checkpoint:
         lines.append(_host_memory(options, row))
     lines.append(f"a step: {row['flops_per_step'] / 1e12:.3f} TFLOP of matmuls and attention at -r {row['recompute']}, "
                  f"{row['bytes_per_step'] / 1e9:.1f} GB moved, {row['flops_per_byte']:.0f} FLOP per byte")  # fmt: skip
@@ -164,8 +166,12 @@ def _host_memory(options, row) -> str:
     checkpoint = f"{row['checkpoint_mib']:.1f} MiB for checkpoints while they are written"
     if options.async_checkpoint and options.device == "cpu":
         return f"host memory: {checkpoint}, in the total"
-    line = f"host memory: {row['host_mib']:.1f} MiB pinned, beside the total"
-    return f"{line}; of it {checkpoint}" if options.async_checkpoint else line
+    lines = [f"host memory: {row['host_mib']:.1f} MiB pinned, beside the total"]
+    if options.async_checkpoint:
+        lines.append(f"of it {checkpoint}")
+    if options.offload_optimizer:
+        lines.append(f"an update reads {optimizer_traffic(options) / 2e9:.1f} GB of it over the bus, and writes as much")
+    return "; ".join(lines)
 
 
 def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None, network: Network | None = None) -> dict:
@@ -195,7 +201,7 @@ def options_json(o: PlanOptions) -> dict:
         "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device, "recompute": o.recompute,
         "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state, "grad_dtype": o.gradients,
         "matmul": None if o.device == "cuda" and o.matmul == "native" else o.matmul,
-        "offload_residual": o.offload_residual, "head_chunk": o.head_chunk,
+        "offload_residual": o.offload_residual, "offload_optimizer": o.offload_optimizer, "head_chunk": o.head_chunk,
         "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
         "tp_recompute_allgather": int(not o.keep_gathered), "reduce_every_micro_step": int(o.reduce_every_micro_step),
     }  # fmt: skip
