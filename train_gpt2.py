@@ -141,6 +141,7 @@ class Run:
     val_loader: "TokenLoader | None" = None
     eval_loader: "EvalLoader | None" = None
     tokenizer: "Tokenizer | None" = None
+    prompt: list[int] = None  # tokens that samples go on from
     max_steps: int = None
     val_batches: int = None
     # build: what it trains and writes
@@ -281,6 +282,7 @@ def open_data(run: Run):
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
     run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(run.train_loader.paths[0]).parent) if s.sample_every > 0 else (), vocab_size)
+    run.prompt = encode_prompt(s, run.tokenizer) if s.prompt else []
     run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
     if run.max_steps == 0 and s.max_steps == -1:
         raise UserError(
@@ -302,6 +304,22 @@ def open_data(run: Run):
     print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
     if s.tensor_parallel > 1:
         print_rows({"tensor_parallel": s.tensor_parallel})
+
+
+def encode_prompt(s: Settings, tokenizer) -> list[int]:
+    """The tokens of --prompt. Raises UserError where there is no tokenizer, or no room for a token after them."""
+    if tokenizer is None:
+        raise UserError(
+            "--prompt needs the tokenizer that the data were made with, and there is no gpt2_tokenizer.bin of this model's vocabulary "
+            "here or beside the training data; name it with --tokenizer"
+        )
+    tokens = tokenizer.encode(s.prompt)
+    if len(tokens) + 2 > s.sample_length:
+        raise UserError(
+            f"--prompt has {len(tokens)} tokens, so with the end-of-text before it -g {s.sample_length} leaves none to generate; "
+            "use a larger -g, or a shorter prompt"
+        )
+    return tokens
 
 
 def refuse_too_large(run: Run):
@@ -717,16 +735,18 @@ def sample_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
 
 
 def sample(run: Run, step: int):
-    """Print a text the model makes up, from end-of-text on."""
+    """Print a text the model makes up, from end-of-text, or --prompt, on."""
     from llmc.sampler import sample_softmax
 
-    rng, token, tokens = XorShift(SAMPLE_STATE), run.plan.options.config.end_of_text, []
+    rng, tokens = XorShift(SAMPLE_STATE), [run.plan.options.config.end_of_text, *run.prompt]
     print("generating:\n---")
     for position in range(run.settings.sample_length - 1):
         if evaluation_ends(run, f"step {step}, sample", position):
             break
-        token = sample_softmax(run.model.next_logits(token, position), rng.f32())
-        tokens.append(token)
+        logits = run.model.next_logits(tokens[position], position)
+        if position + 1 == len(tokens):  # past the prompt
+            tokens.append(sample_softmax(logits, rng.f32()))
+    del tokens[0]
     if run.tokenizer:
         text = run.tokenizer.decode(tokens).decode("utf-8", errors="replace")
         print("".join(c for c in text if c.isprintable() or c.isspace()))

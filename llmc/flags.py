@@ -119,6 +119,7 @@ GROUPS = {
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
+        Flag((), "prompt", str, "", "TEXT", "what that text goes on from; needs the tokenizer, and counts for -g"),
         _on_off(("-h",), "hellaswag", 0, "score HellaSwag at the end, and whenever -v validates, except at the start",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
@@ -271,6 +272,8 @@ def refuse_contradictions(settings: Settings) -> None:
         )
     if (s.json or s.tensors) and not s.plan:
         raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")
+    if s.prompt and s.sample_every <= 0:
+        raise UserError(f"--prompt is what samples go on from, and -s {s.sample_every} prints none; add -s 1, or leave it out")
     for flag, given in (("ranks", s.ranks), ("link", s.link), ("node-link", s.node_link)):
         if given and not s.plan:
             raise UserError(f"--{flag} is about processes that are only planned for; add --plan, or leave it out")

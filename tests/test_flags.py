@@ -71,6 +71,7 @@ AT_ODDS = {
     "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to be worth moving",
     "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
     "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
+    "--prompt Once -s 0": "--prompt is what samples go on from, and -s 0 prints none; add -s 1, or leave it out",
 }  # fmt: skip
 NOT_AT_ODDS = ("--plan --ranks 8", "--plan --link 400", "--plan -pn 8 --link 400 --node-link 3600", "--ranks 0", "--link 0",
                "-ge 2 -r 3", "-ge 2 -r auto", "-ge 1 -r 6", "-ge 3 -r 6",

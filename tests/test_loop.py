@@ -23,11 +23,13 @@ from case_a import CONFIG, header, token_stream, write_case_a
 from conftest import REPO
 
 import train_gpt2
+from llmc import sampler
 from llmc.backend import Backend
 from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.writer import WriteBeside
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
+from llmc.data.tokenizer import Tokenizer
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
 from llmc.memory.choose import largest_batch
@@ -596,6 +598,36 @@ def test_a_gpu_that_stops_answering_about_itself_ends_no_run(case, monkeypatch):
     assert re.sub(r"step +(\d).*", r"\1", out[out.index("step    1") :]).split("\n")[:6] == [
         "1", "fine", "2", "note: -lg could not ask the GPU: lost", "3", "fine again"
     ]  # fmt: skip
+
+
+def sampled(*argv, **options) -> list[int]:
+    return [int(token) for token in re.search(r"generating:\n---\n(.*)\n---", ran(*argv, **options))[1].split()]
+
+
+def test_a_sample_goes_on_from_the_prompt(case, monkeypatch):
+    """With the likeliest token at each place, a prompt of what is said anyway changes nothing, and another one what comes after it."""
+    monkeypatch.setattr(sampler, "sample_softmax", lambda logits, coin: int(logits.argmax()))
+    argv = (*inputs(case), "-b 1 -t 8 -x 0 -v 0 -s 1 -g 20 --prompt text")
+    said = sampled(*argv, faked={"encode_prompt": lambda s, tokenizer: []})
+    assert len(said) == 19
+    for prompt in (said[:1], said[:7], said[:18], [5, 3, 1]):
+        found = sampled(*argv, faked={"encode_prompt": lambda s, tokenizer, prompt=prompt: prompt})
+        assert found[: len(prompt)] == prompt and len(found) == 19 and (found == said) == (prompt == said[: len(prompt)])
+
+
+def test_a_prompt_is_text_of_the_data_s_tokenizer(case, tmp_path):
+    """With GPT-2's vocabulary of bytes, 11 of them and the end-of-text; -g counts both."""
+    tokenizer, prompt = tmp_path / "tokenizer.bin", Path("Es war einmal ß")  # one word of a command line
+    Tokenizer.from_bytes_only().write(tokenizer)
+    sizes = "-b 1 -t 8 -x 0 -v 0 -s 1"
+    common = (*inputs(case)[:4], "-e d6 --precision fp32", sizes, "--tokenizer", tokenizer, "--prompt", prompt)
+    assert re.search(f"generating:\n---\n{prompt}.+\n---", ran(*common, "-g 18"))
+    for argv, sentence in (
+        ((*common, "-g 17"), "--prompt has 16 tokens, so with the end-of-text before it -g 17 leaves none to generate; use a larger -g"),
+        ((*inputs(case), sizes, "--prompt", prompt), "--prompt needs the tokenizer that the data were made with"),
+    ):
+        refused = run(*argv)
+        assert refused.code == 2 and f"error: {sentence}" in refused.err
 
 
 def test_a_tokenizer_of_another_vocabulary_found_by_chance_is_not_used(case, tmp_path, monkeypatch):

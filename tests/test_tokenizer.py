@@ -7,6 +7,7 @@ import time
 import case_a
 import numpy as np
 import pytest
+from conftest import REPO
 
 from llmc.data import tokenizer as module
 from llmc.data.tokenizer import ByteEncoder, GPT2Encoder, Tokenizer, load_encoder
@@ -96,6 +97,21 @@ def test_gpt2_encodes_and_decodes_as_tiktoken(bpe_files, tmp_path):
     assert table.decode(ids) == TEXT.encode()
     assert encoder.encode("Hello world") == [15496, 995]
     assert pickle.loads(pickle.dumps(encoder)).encode(TEXT) == ids  # as it goes to worker processes
+
+
+def test_a_table_encodes_as_the_encoding_that_it_is_of(bpe_files):
+    """GPT-2's, as tiktoken does, a lone surrogate and its own sign for one included; one of bytes as the byte encoder does."""
+    gpt2, readme = GPT2Encoder(), (REPO / "README.md").read_text(encoding="utf-8")
+    text = "".join((*map(chr, range(0x500)), TEXT, readme, "\udcff\ufffd don't"))
+    assert gpt2.tokenizer().encode(text) == gpt2.encode(text)
+    plain = text.replace("\udcff", "")
+    assert Tokenizer.from_bytes_only().encode(plain) == ByteEncoder().encode(plain).tolist()
+    assert Tokenizer.from_bytes_only().encode("") == []
+
+
+def test_a_table_without_some_bytes_encodes_nothing():
+    with pytest.raises(UserError, match="has no tokens for 255 of the 256 bytes"):
+        small().encode("a")
 
 
 def test_byte_ids_are_gpt2_s_own(bpe_files):

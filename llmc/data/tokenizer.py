@@ -5,6 +5,7 @@ and that many bytes. Training needs nothing else. Text is encoded by GPT-2's byt
 files, the 256 ids that GPT-2 gives to single bytes still encode any text, in more tokens (see ByteEncoder).
 """
 
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +44,18 @@ class Tokenizer:
                     f"token {i} is outside the tokenizer's vocabulary of {len(self.table)}; use the tokenizer file made for this model"
                 )
         return b"".join(self.table[i] for i in ids)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` by GPT-2's byte-pair encoding, whose ids are in the order of its merges; a table of single bytes takes each for
+        itself. Raises UserError for a table that lacks some, or without tiktoken."""
+        found = Counter(self.table)
+        ids = {token: i for i, token in enumerate(self.table) if i != self.end_of_text and found[token] == 1}  # no UNKNOWN
+        if missing := sum(bytes([b]) not in ids for b in range(256)):
+            raise UserError(f"this tokenizer has no tokens for {missing} of the 256 bytes, so it cannot encode text; use one that has all")
+        with _tiktoken_needed():
+            from tiktoken import Encoding
+            from tiktoken_ext.openai_public import r50k_pat_str
+        return Encoding("table", pat_str=r50k_pat_str, mergeable_ranks=ids, special_tokens={}).encode_ordinary(text)
 
     def is_part_of(self, other: "Tokenizer") -> bool:
         """Whether the other decodes all that this one knows, and to the same bytes."""
@@ -166,18 +179,25 @@ def load_encoder(force_bytes: bool = False) -> Encoder:
 
 def _tiktoken_gpt2():
     """tiktoken's encoding "gpt2", from its cache or the network. Raises UserError with the reason if neither has it."""
-    try:
+    with _tiktoken_needed():
         import tiktoken
-
+    try:
         with _impatient_tiktoken():
             return tiktoken.get_encoding("gpt2")
-    except ImportError as error:
-        raise UserError(f"GPT-2's byte-pair encoding needs tiktoken ({error}); pip install tiktoken") from error
     except (OSError, ValueError) as error:  # OSError covers all of requests' failures; ValueError: the download is not the file
         raise UserError(
             f"GPT-2's byte-pair encoding is not in tiktoken's cache and did not download ({type(error).__name__}); connect to the "
             f"network once, or point TIKTOKEN_CACHE_DIR at a folder that has it"
         ) from error
+
+
+@contextmanager
+def _tiktoken_needed():
+    """An import that fails inside is a UserError."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"GPT-2's byte-pair encoding needs tiktoken ({error}); pip install tiktoken") from error
 
 
 @contextmanager
