@@ -5,7 +5,7 @@
     python scripts/compile_kernels.py --capability 90 --resources
 
 The launches of real training steps are recorded, for every form of weights, gradients and optimizer state, and each distinct one
-is compiled down to machine code. --resources prints registers, stack (where spills go) and shared memory, if cuobjdump is available.
+is compiled down to machine code. --resources prints shared memory and, if cuobjdump is there, registers and stack (where spills go).
 """
 
 import argparse
@@ -124,19 +124,20 @@ def recorded_launches(channels, forms=FORMS) -> dict:
     return found
 
 
-def resources(binary: bytes) -> str:
-    """The registers, stack and shared memory that ptxas gave a kernel, from cuobjdump; empty if there is no cuobjdump."""
+def resources(compiled) -> str:
+    """The shared memory of a launch; and the registers and stack that ptxas gave it, from cuobjdump, if that is there."""
     import triton
 
+    shared = f"{compiled.metadata.shared:>6} B shared"
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
-        return ""
+        return shared
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(binary)
+        f.write(compiled.asm["cubin"])
         f.flush()
         text = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True).stdout
     fields = dict(word.split(":", 1) for word in text.split() if ":" in word)
-    return f"{fields.get('REG', '?'):>4} registers, {fields.get('STACK', '?'):>3} B stack, {fields.get('SHARED', '?'):>6} B shared"
+    return f"{shared}, {fields.get('REG', '?'):>4} registers, {fields.get('STACK', '?'):>3} B stack"
 
 
 def main():
@@ -144,7 +145,7 @@ def main():
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities [80 90 100]")
     parser.add_argument("--channels", type=int, nargs="+", default=[768, 1600], help="model widths [768 1600]")
     parser.add_argument("--plain", action="store_true", help="only of a bf16 model with an fp32 master and optimizer state")
-    parser.add_argument("--resources", action="store_true", help="print registers, stack and shared memory of each")
+    parser.add_argument("--resources", action="store_true", help="print shared memory, registers and stack of each")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     count = 0
@@ -160,9 +161,7 @@ def main():
                 if args.resources:
                     dtypes = "/".join(sorted({t.removeprefix("torch.") for t in types if "torch" in t}))
                     constants = " ".join(f"{k}={v}" for k, v in constants)
-                    print(
-                        f"sm{capability} {module + '.' + name:28} {resources(compiled.asm['cubin'])}  {warps} warps, {dtypes}, {constants}"
-                    )
+                    print(f"sm{capability} {module + '.' + name:28} {resources(compiled)}  {warps} warps, {dtypes}, {constants}")
         cards = ", ".join(f"sm{c}" for c in args.capability)
         print(f"C={channels}: {len(launches)} kernels for each of {cards}, FP8's from sm90 on")
     print(f"{count} compilations")
