@@ -298,6 +298,7 @@ def open_data(run: Run):
             "--matmul": o.matmul, "the model": fingerprint(run.source.file) if run.source.file else "random weights",
             train_flag: run.train_loader.summary(), "validation with -j": run.val_loader and run.val_loader.summary(),
             "steps to train": run.max_steps, "--hellaswag-data": run.eval_loader and f"{run.eval_loader.num_examples} examples",
+            "tokens of --prompt": " ".join(map(str, run.prompt)),
         }, world)  # fmt: skip
     print_rows({"train_num_batches": run.max_steps, "val_num_batches": run.val_batches})
     print_rows({"run hellaswag": "yes" if run.eval_loader else "no"})

@@ -308,7 +308,7 @@ def check_forms(s: Settings, precision: str, kind: str):
     if s.offload_residual and kind != "cuda":
         raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
     if s.offload_optimizer and kind != "cuda":
-        raise UserError("--offload-optimizer moves m, v and master from a GPU to host memory, and this run is on a CPU; leave it out")
+        raise UserError("--offload-optimizer moves m, v and the master from a GPU to host memory, and this run is on a CPU; leave it out")
     if s.gelu_fusion and kind != "cuda":
         raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
     if s.attention != "auto" and kind != "cuda":

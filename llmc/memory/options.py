@@ -25,7 +25,7 @@ class PlanOptions:
     optimizer_state: str = "fp32"  # fp32 | bf16, of m and v
     grad_dtype: str = ""  # fp32 | bf16; empty: as the weights
     offload_residual: bool = False
-    offload_optimizer: bool = False
+    offload_optimizer: bool = False  # m, v and the master lie in pinned host memory, where a GPU's update reads and writes them
     device: str = "cpu"  # cpu | cuda
     kernels: str = ""  # torch | triton | numba, each with scratch of its own; empty: triton on CUDA, else torch
     gelu_fusion: int = 0  # fused into matmuls: 0 nothing | 1 GELU | 2 GELU and its gradient | 3 its gradient alone
