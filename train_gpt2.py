@@ -55,7 +55,7 @@ from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.choose import in_mib
 from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
-from llmc.memory.report import allocation_lines, not_enough_memory, usage_lines
+from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
 LESS_AFTER_FAILURE = 0.9  # ways to fit are then sought in this share of the plan that should have fitted and did not
 # evaluations ask whether some rank heard a signal every so many calls of the model: to ask, the host waits for a GPU
 CALLS_PER_STOP_CHECK = {"cpu": 1, "cuda": 8}
+TOKENS_TO_TELL = 4096  # of the data, whether all of its tokens are single bytes
 SAMPLE_STATE = 1337  # of the random numbers, anew for every sample, so that samples of different steps can be compared
 
 
@@ -282,7 +283,7 @@ def open_data(run: Run):
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
     run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(run.train_loader.paths[0]).parent) if s.sample_every > 0 else (), vocab_size)
-    run.prompt = encode_prompt(s, run.tokenizer) if s.prompt else []
+    run.prompt = encode_prompt(s, run.tokenizer, run.train_loader.paths[0]) if s.prompt else []
     run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
     if run.max_steps == 0 and s.max_steps == -1:
         raise UserError(
@@ -307,14 +308,18 @@ def open_data(run: Run):
         print_rows({"tensor_parallel": s.tensor_parallel})
 
 
-def encode_prompt(s: Settings, tokenizer) -> list[int]:
-    """The tokens of --prompt. Raises UserError where there is no tokenizer, or no room for a token after them."""
+def encode_prompt(s: Settings, tokenizer, shard: str) -> list[int]:
+    """The tokens of --prompt, of the kind that a shard of the data has. Raises UserError where there is no tokenizer, or no room after
+    them."""
+    from llmc.data.shards import open_shard
+
     if tokenizer is None:
         raise UserError(
             "--prompt needs the tokenizer that the data were made with, and there is no gpt2_tokenizer.bin of this model's vocabulary "
             "here or beside the training data; name it with --tokenizer"
         )
-    tokens = tokenizer.encode(s.prompt)
+    data = open_shard(shard)
+    tokens = tokenizer.encode(s.prompt, like=data.read(0, min(TOKENS_TO_TELL, data.num_tokens)).tolist())
     if len(tokens) + 2 > s.sample_length:
         raise UserError(
             f"--prompt has {len(tokens)} tokens, so with the end-of-text before it -g {s.sample_length} leaves none to generate; "
@@ -327,10 +332,7 @@ def refuse_too_large(run: Run):
     """Raise NotEnoughMemory, or UserError where it is the host's, for a plan that will not fit, before kernels are compiled for it."""
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
-        raise NotEnoughMemory(
-            f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}",
-            plan.options, budget.bytes, run.grad_accum_steps,
-        )  # fmt: skip
+        raise NotEnoughMemory(does_not_fit(plan, budget), plan.options, budget.bytes, run.grad_accum_steps)
     if plan.host_bytes > (host := run.host_bytes):
         o = plan.options
         takers = {"--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer}

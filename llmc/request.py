@@ -24,7 +24,7 @@ from llmc.memory.ladder import can_keep_gathered
 from llmc.memory.layout import divides
 from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.report import plan_json, plan_table, tensor_rows, tensors_table
+from llmc.memory.report import does_not_fit, plan_json, plan_table, tensor_rows, tensors_table, ways_text
 from llmc.memory.rooms import widens
 from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
@@ -469,7 +469,12 @@ def plan_text(s: Settings) -> str:
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
         return json.dumps({"reasons": reasons} | plan_json(options, settled.grad_accum_steps, budget, network) | tensors, indent=1)
-    table = tensors_table(Plan(options)) if s.tensors else plan_table(options, settled.grad_accum_steps, budget, network)
+    plan = Plan(options)
+    if s.tensors:
+        return "\n".join([*reasons, tensors_table(plan)])
+    table = plan_table(options, settled.grad_accum_steps, budget, network)
+    if budget and plan.total_bytes > budget.bytes:
+        table += f"\n\n{does_not_fit(plan, budget)}\n{ways_text(options, budget.bytes, settled.grad_accum_steps)}"
     return "\n".join([*reasons, table])
 
 

@@ -398,7 +398,8 @@ def explained(err: str) -> tuple[str, str, list[tuple[str, int]]]:
     assert [level.rstrip("*") for level in levels] == [str(level) for level in NOT_KEPT]
     head, *ways = lines[max(i for i, line in enumerate(lines) if not line) + 1 :]
     if not ways:
-        assert re.fullmatch(r"no flag makes it fit \d+ MiB: use a smaller model \(-e\) or shorter sequences \(-t\)", head), head
+        advice = r"use a smaller model \(-e\) or shorter sequences \(-t\)|weights and gradients alone take \d+ MiB; use a smaller model .*"
+        assert re.fullmatch(rf"no flag makes it fit \d+ MiB: ({advice})", head), head
         return sentence, f"-b {B} -r {asked}", []
     fit = int(re.fullmatch(r"the cheapest ways to fit (\d+) MiB, flags to add:", head)[1])
     found = [(match[1], int(match[2])) for match in map(WAY.fullmatch, ways)]

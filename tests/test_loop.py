@@ -608,10 +608,10 @@ def test_a_sample_goes_on_from_the_prompt(case, monkeypatch):
     """With the likeliest token at each place, a prompt of what is said anyway changes nothing, and another one what comes after it."""
     monkeypatch.setattr(sampler, "sample_softmax", lambda logits, coin: int(logits.argmax()))
     argv = (*inputs(case), "-b 1 -t 8 -x 0 -v 0 -s 1 -g 20 --prompt text")
-    said = sampled(*argv, faked={"encode_prompt": lambda s, tokenizer: []})
+    said = sampled(*argv, faked={"encode_prompt": lambda *_: []})
     assert len(said) == 19
     for prompt in (said[:1], said[:7], said[:18], [5, 3, 1]):
-        found = sampled(*argv, faked={"encode_prompt": lambda s, tokenizer, prompt=prompt: prompt})
+        found = sampled(*argv, faked={"encode_prompt": lambda *_, prompt=prompt: prompt})
         assert found[: len(prompt)] == prompt and len(found) == 19 and (found == said) == (prompt == said[: len(prompt)])
 
 

@@ -23,7 +23,7 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import (
-    COLUMNS, bound, legend, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table,
+    COLUMNS, bound, legend, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table, ways_text,
 )  # fmt: skip
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.traffic import Network, step_traffic
@@ -322,10 +322,10 @@ def test_not_enough_memory_is_the_table_and_the_ways():
 
 def test_not_enough_memory_where_no_flag_helps_says_what_would():
     o = PlanOptions(D12, 16, 1024, device="cuda")
-    text = not_enough_memory(NotEnoughMemory("", o, 64 * MIB))
-    assert text.startswith(plan_table(o, 1, Budget(64 * MIB, "what there is")))
+    text = not_enough_memory(NotEnoughMemory("", o, 500 * MIB))
+    assert text.startswith(plan_table(o, 1, Budget(500 * MIB, "what there is")))
     assert "flags to add" not in text
-    assert text.splitlines()[-1] == "no flag makes it fit 64 MiB: use a smaller model (-e) or shorter sequences (-t)"
+    assert text.splitlines()[-1] == "no flag makes it fit 500 MiB: use a smaller model (-e) or shorter sequences (-t)"
 
 
 # ----------------------------------------------------------------------------
@@ -431,6 +431,25 @@ def test_what_goes_on_beside_computing_is_said_in_words():
 
 def test_one_rank_sends_nothing_and_says_nothing_of_it():
     assert "sent" not in plan_table(PlanOptions(D12, 4, 1024), network=Network(400.0))
+
+
+def test_no_shorter_sequence_is_proposed_where_weights_and_gradients_alone_do_not_fit():
+    """d48 has 1557686400 parameters of 4 bytes: 5942 MiB."""
+    o = PlanOptions(D48, 1, 64, device="cuda", recompute=6, offload_optimizer=True)
+    assert ways_text(o, 5943 * MIB, 1) == "no flag makes it fit 5943 MiB: use a smaller model (-e) or shorter sequences (-t)"
+    assert ways_text(o, 5942 * MIB, 1) == (
+        "no flag makes it fit 5942 MiB: weights and gradients alone take 5942 MiB; use a smaller model (-e), or more processes with -z 3"
+    )
+
+
+def test_a_plan_that_does_not_fit_says_so_and_what_would_help():
+    """After the table, of --plan as of a run that is refused; but not in JSON, whose rows have the largest batch, or by tensors."""
+    asked = "--plan -e d48 -b 8 -t 1024 --precision bf16 --memory-budget 4090 --device cuda"
+    *_, end = ran(asked).split("\n\n")
+    plan = Plan(PlanOptions(D48, 8, 1024, device="cuda", processors=128))
+    assert end.splitlines()[0] == f"the plan needs {-(-plan.total_bytes // MIB)} MiB, and there are 23796 MiB, 4090"
+    assert "the cheapest ways to fit 23796 MiB, flags to add:" in end and "--offload-optimizer" in end
+    assert "the plan needs" not in ran(asked, "-r 2 --offload-optimizer") + ran(asked, "--json") + ran(asked, "--tensors")
 
 
 def test_not_enough_memory_says_nothing_of_what_ranks_send():

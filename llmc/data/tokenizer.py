@@ -45,11 +45,14 @@ class Tokenizer:
                 )
         return b"".join(self.table[i] for i in ids)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text` by GPT-2's byte-pair encoding, whose ids are in the order of its merges; a table of single bytes takes each for
-        itself. Raises UserError for a table that lacks some, or without tiktoken."""
+    def encode(self, text: str, like) -> list[int]:
+        """The ids of `text` by GPT-2's byte-pair encoding, whose ids are in the order of its merges; each byte for itself where the ids
+        `like` it are all of single bytes, as ByteEncoder's are. Raises UserError for a table that lacks bytes, or without tiktoken."""
         found = Counter(self.table)
         ids = {token: i for i, token in enumerate(self.table) if i != self.end_of_text and found[token] == 1}  # no UNKNOWN
+        single = {token: i for token, i in ids.items() if len(token) == 1}
+        if set(like) <= {*single.values(), self.end_of_text}:
+            ids = single
         if missing := sum(bytes([b]) not in ids for b in range(256)):
             raise UserError(f"this tokenizer has no tokens for {missing} of the 256 bytes, so it cannot encode text; use one that has all")
         with _tiktoken_needed():

@@ -5,7 +5,7 @@ from math import prod
 
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
-from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
+from llmc.memory.choose import in_mib, largest_batch, levels_of, ways_to_fit
 from llmc.memory.columns import in_columns
 from llmc.memory.cost import bound, extra_flops_percent, least_ms, optimizer_traffic, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
@@ -250,11 +250,23 @@ def tensors_table(plan: Plan) -> str:
 
 def not_enough_memory(error: NotEnoughMemory) -> str:
     """The text below the error's sentence when a plan does not fit, or did not after all: the table, and the cheapest ways to fit."""
-    options, budget_bytes = error.options, error.budget_bytes
-    ways = ways_to_fit(options, budget_bytes, options.B * error.grad_accum_steps)
-    text = plan_table(options, error.grad_accum_steps, Budget(budget_bytes, "what there is"))
+    table = plan_table(error.options, error.grad_accum_steps, Budget(error.budget_bytes, "what there is"))
+    return f"{table}\n\n{ways_text(error.options, error.budget_bytes, error.grad_accum_steps)}"
+
+
+def ways_text(options: PlanOptions, budget_bytes: int, grad_accum_steps: int) -> str:
+    """The cheapest ways to make a plan fit that does not, or what else to do where there is none."""
+    ways = ways_to_fit(options, budget_bytes, options.B * grad_accum_steps)
     if not ways:
-        return f"{text}\n\nno flag makes it fit {budget_bytes // MIB} MiB: use a smaller model (-e) or shorter sequences (-t)"
+        arenas, advice = Plan(options).arenas, "use a smaller model (-e) or shorter sequences (-t)"
+        if (fixed := arenas["parameters"] + arenas["gradients"]) > budget_bytes:
+            advice = f"weights and gradients alone take {fixed // MIB} MiB; use a smaller model (-e), or more processes with -z 3"
+        return f"no flag makes it fit {budget_bytes // MIB} MiB: {advice}"
     width = max(len(way.flags) for way in ways)
     lines = [f"  {way.flags.ljust(width)}  {way.total_bytes // MIB} MiB; {way.price}" for way in ways]
-    return "\n".join([text, "", f"the cheapest ways to fit {budget_bytes // MIB} MiB, flags to add:", *lines])
+    return "\n".join([f"the cheapest ways to fit {budget_bytes // MIB} MiB, flags to add:", *lines])
+
+
+def does_not_fit(plan: Plan, budget: Budget) -> str:
+    """The sentence for a plan that is larger than the budget."""
+    return f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}"
