@@ -57,7 +57,7 @@ class GPT2:
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
-        self.gradient_groups = gradient_groups(o.config)
+        self.gradient_groups = gradient_groups(o.config) if o.trains else {}
         self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
         self.run = graphs.run if graphs else run_at_once
         self.seed = seed
@@ -72,7 +72,7 @@ class GPT2:
         self.scratch = {name: view for name, view in self.acts.items() if plan.tensors[name].is_scratch}
         self.linear, self.fcproj_linear, self.head_linear = linear_layers(self.ops, o.matmul, self.scratch)
         self.params, self._layer_weights = self._views("parameters", "weights")
-        self.grads, self._layer_gradients = self._views("gradients", "gradients")
+        self.grads, self._layer_gradients = self._views("gradients", "gradients") if o.trains else ({}, None)
         self.sharing = sharing or Alone()
         self.parts = self.sharing.parts
         self.parts.attach(self)
@@ -101,8 +101,8 @@ class GPT2:
         if o.ranks_of(arena) == 1:
             return cut_parameters(self.flat[arena], self.config, o.tensor_parallel), None
         slots = [cut_layer(slot, self.config, o.tensor_parallel) for slot in self.acts[f"layer_{name}"]]
-        with_lnf = [tensor for tensor, _ in self.gradient_groups["lnf"] if tensor not in OUTER]  # of one layer
-        also = with_lnf if arena == "gradients" else ()
+        with_lnf = self.gradient_groups["lnf"] if arena == "gradients" else ()
+        also = [tensor for tensor, _ in with_lnf if tensor not in OUTER]  # of one layer
         return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel, also), slots
 
     def weight(self, name, l):
@@ -135,18 +135,17 @@ class GPT2:
             if p.per_layer:
                 setattr(block, p.name, self.weight(p.name, l))
         block.dproj_bias = None  # the gradient of the bias of the projection whose output is this block's input
-        for name, of in self.gradient_groups[l]:
+        for name, of in self.gradient_groups.get(l, ()):
             setattr(block, "d" + name if of == l else "dproj_bias", self.gradient(l, name, of))
         return block
 
     def _final_norm(self):
         """The last layernorm, as the ln1 of a block above the last. The gradient of its output overwrites that output."""
         acts, L = self.acts, self.config.num_layers
-        dlnfw, dlnfb, dproj_bias = (self.gradient("lnf", *of) for of in self.gradient_groups["lnf"])
+        gradients = (self.gradient("lnf", *of) for of in self.gradient_groups.get("lnf", ()))
         return SimpleNamespace(
             residual=self._residual3(L - 1), ln1=acts["lnf"], ln1_mean=acts["lnf_mean"], ln1_rstd=acts["lnf_rstd"],
-            ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], dln1w=dlnfw, dln1b=dlnfb,
-            dproj_bias=dproj_bias, number=None,
+            ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], **dict(zip(("dln1w", "dln1b", "dproj_bias"), gradients)), number=None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------

@@ -102,7 +102,9 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
             f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
             "(python scripts/write_tokenizer.py makes one)"
         )
-    if s.sequence_length < config.max_seq_len:
+    if not o.trains:
+        yield "-x 0 trains nothing, so there is no memory for gradients, optimizer state or backward, whatever -r is"
+    if s.sequence_length < config.max_seq_len and o.trains:
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
     if s.checkpoint_every > 0 and not s.output_dir:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"

@@ -35,10 +35,11 @@ def _compile(options):
 
 
 def rehearse(options: PlanOptions):
-    """Call all that a run calls of a model of these options: two micro-steps, an update, an evaluation and a sample."""
+    """Call all that a run calls of a model of these options: if it trains, two micro-steps and an update; an evaluation and a sample."""
     model, tokens = GPT2(Plan(options)), np.zeros((1, 4), np.int64)
-    for micro_step in range(2):
-        model.train(tokens, tokens, 2, micro_step)
-    model.update(0.0, 0.0, 1, model.grad_norm())
+    if options.trains:
+        for micro_step in range(2):
+            model.train(tokens, tokens, 2, micro_step)
+        model.update(0.0, 0.0, 1, model.grad_norm())
     model.token_losses(tokens, tokens)
     model.next_logits(0, 0)

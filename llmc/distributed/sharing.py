@@ -141,7 +141,7 @@ class Sharing(Alone):
         o, config, acts = self.options, model.config, model.acts
         layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.parts.rank) if o.shares else ()
         self._acts, self._layout = acts, {t.name: t for t in layout}
-        self._gradient_shares = acts["gradient_share"] if "gradient_share" in acts else self._flat["gradients"]
+        self._gradient_shares = acts["gradient_share"] if "gradient_share" in acts else self._flat.get("gradients")
         self._weights = {k: [model.weight(*of).view(-1) for of in group] for k, group in self._weight_groups.items()}
         self._gradients = {k: [model.gradient(k, *of).view(-1) for of in group] for k, group in model.gradient_groups.items()}
 

@@ -44,6 +44,7 @@ def linear_layers(ops, matmul: str, scratch: dict) -> tuple[Linear, Linear, Line
     room = {"native": None, "widened": scratch.get("widened"), "numba": scratch, "fp8": scratch}[matmul]
     layers = fcproj = Linear(ops, room, scratch.get("widened", room), converts=fp8)
     if fp8:  # the dout of fcproj must survive while GELU runs: it has buffers of its own, no wider than it is
-        room = scratch | {name: scratch[name.replace("fp8", "fp8_fcproj")] for name in ("fp8_dout", "fp8_dout_scale")}
+        own = {name.replace("fp8_fcproj", "fp8"): view for name, view in scratch.items() if name.startswith("fp8_fcproj")}
+        room = scratch | own
         fcproj, room = Linear(ops, room, room, converts=True), None  # the head's matmuls are never in FP8
     return layers, fcproj, Linear(ops, room, scratch.get("head_widened", room))

@@ -43,7 +43,18 @@ def activation_tensors(o: PlanOptions):
     sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients, "factor": o.factor_type}
     rows = (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_rank_rows(o), *_update_rows(o), *_sample_rows(o))
     for name, purpose, shape, dtype, *spans in rows:
-        yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
+        if spans := spans if o.trains else _of_evaluation(spans, stage_line(o.recompute)):
+            yield PlannedTensor(name, purpose, resolve(shape, sizes), types.get(dtype, dtype), tuple(spans))
+
+
+def _of_evaluation(spans, line) -> list[tuple[str, str]]:
+    """What is left of spans where forward ends at the head, and only sampling follows."""
+    head = line.index("head")
+    return [
+        (first, last if first == "sample" else line[min(line.index(last), head)])
+        for first, last in spans
+        if first == "sample" or line.index(first) <= head
+    ]
 
 
 def _block_rows(o: PlanOptions):
@@ -84,7 +95,7 @@ def _head_rows(o: PlanOptions):
     if head_sums(o):
         yield "dwte_sum", "head", "w C", "fp32", head
         yield "dwte_group", "head", "w C", "bf16", head
-    if o.gradients != o.precision and widens(o):
+    if o.trains and o.gradients != o.precision and widens(o):
         yield "head_widened", "head scratch", "Hw", "fp32", head
 
 
@@ -171,7 +182,7 @@ def _rank_rows(o: PlanOptions):
         # with one fcprojb, whose gradient the last layernorm computes
         yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
     share = str(o.num_parameters // o.ranks)
-    if o.zero_stage < 2 and o.shares:
+    if o.trains and o.zero_stage < 2 and o.shares:
         # if micro-steps are summed into it, it must survive them
         yield "gradient_share", "gathered", share, "grad", ("encoder", "update") if o.reduces_always else update
     if 1 <= o.zero_stage < 3:

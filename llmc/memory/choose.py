@@ -27,7 +27,9 @@ DIPS = 16  # how many dips of memory the search for the largest batch passes; in
 
 
 def levels_of(options: PlanOptions) -> tuple[int, ...]:
-    """The recompute levels these options can run at."""
+    """The recompute levels these options can run at. Where nothing is trained, there is nothing to choose."""
+    if not options.trains:
+        return (options.recompute,)
     return tuple(
         level
         for level in NOT_KEPT

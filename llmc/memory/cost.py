@@ -39,7 +39,7 @@ class Cost:
 
 
 def step_cost(o: PlanOptions, grad_accum_steps: int = 1) -> Cost:
-    """The cost of a step of `grad_accum_steps` micro-steps of B sequences."""
+    """The cost of a step of `grad_accum_steps` micro-steps of B sequences; where nothing is trained, of as many evaluations."""
     L, sizes = o.config.num_layers, plan_sizes(o)
     flops, n_bytes = _head(o, sizes)
     for stage, times in _stages(o):
@@ -47,6 +47,8 @@ def step_cost(o: PlanOptions, grad_accum_steps: int = 1) -> Cost:
         flops += times * stage_flops
         n_bytes += times * stage_bytes
     n_bytes *= grad_accum_steps
+    if not o.trains:
+        return Cost(grad_accum_steps * flops, n_bytes)
     if o.matmul == "fp8" and not o.reduces_always:  # later micro-steps write what they add in fp32 first, and read it again
         n_bytes += (grad_accum_steps - 1) * L * 2 * DTYPE_BYTES["fp32"] * sum(_layer_elements(name, sizes) for name in MATRICES)
     return Cost(grad_accum_steps * flops, n_bytes + _update_bytes(o))
@@ -55,6 +57,9 @@ def step_cost(o: PlanOptions, grad_accum_steps: int = 1) -> Cost:
 def _stages(o: PlanOptions):
     """Yields (stage, how often a micro-step runs it) for all blocks, forward and backward."""
     L = o.config.num_layers
+    if not o.trains:
+        yield from ((stage, L) for stage in FORWARD_STAGES)
+        return
     again = sum(map(len, segments(o.recompute, L).again))
     yield from ((stage, L + again) for stage in FORWARD_STAGES)
     yield from ((stage, L) for stage in backward_schedule(o.recompute))
@@ -108,6 +113,9 @@ def _head(o, sizes) -> tuple[int, int]:
     rows, C, w = o.B * o.T, o.config.channels, sizes["w"]
     own_rows = rows // o.tensor_parallel
     chunks = -(-rows // head_chunk_rows(o))
+    if not o.trains:  # encoder and lnf each read and write a tensor of the stream, the head reads one; logits are written and read
+        stream = (2 * rows + 2 * own_rows + rows) * C * element
+        return prod(resolve("2 B T w C", sizes)), 2 * rows * w * element + chunks * element * w * C + stream
     logits = 5 * rows * w * element
     weight = chunks * (2 * element + 2 * grad) * w * C
     stream = (ENCODER_PASSES * rows + LNF_PASSES * own_rows + HEAD_PASSES * rows) * C * element  # lnf's rows are this part's alone

@@ -19,6 +19,7 @@ class PlanOptions:
     config: ModelConfig
     B: int
     T: int
+    trains: bool = True  # else it only evaluates and samples: no gradients, no optimizer state, and nothing is kept for backward
     precision: str = "bf16"  # fp32 | bf16, of weights and activations
     recompute: int = 1
     master: str = "fp32"  # of a bf16 model: fp32 | bits16, the 16 bits its weights lack | none

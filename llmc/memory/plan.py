@@ -38,7 +38,7 @@ class Plan:
 
     def __init__(self, options: PlanOptions):
         self.options = options
-        self.schedule = backward_schedule(options.recompute)
+        self.schedule = backward_schedule(options.recompute) if options.trains else ()
         self.segments = segments(options.recompute, options.config.num_layers)
         self.stages = stage_line(options.recompute)
         self._not_placed = {t.name: t for t in activation_tensors(options)}
@@ -52,13 +52,15 @@ class Plan:
     def arenas(self) -> dict[str, int]:
         o, n = self.options, self.options.num_parameters
         sizes = {arena: n // o.ranks_of(arena) * DTYPE_BYTES[dtype] for arena, dtype in self.flat_types.items()}
-        first = {purpose: sizes.pop(purpose) for purpose in ("parameters", "gradients")}
+        first = {purpose: sizes.pop(purpose) for purpose in ("parameters", "gradients") if purpose in sizes}
         return first | {"activations": self._activation_bytes} | sizes
 
     @property
     def flat_types(self) -> dict[str, str]:
         """Type of every arena that holds one number for each parameter."""
         o = self.options
+        if not o.trains:
+            return {"parameters": o.precision}
         types = {"parameters": o.precision, "gradients": o.gradients, "m": o.optimizer_state, "v": o.optimizer_state}
         return types | ({"master": "fp32"} if o.keeps_master else {}) | ({"master_bits": "int16"} if o.keeps_bits else {})
 
@@ -77,7 +79,7 @@ class Plan:
         and scratch that ever uses it, and gaps count for scratch, so the parts add up to what is allocated.
         """
         a, optimizer = self.arenas, 0 if self.options.offload_optimizer else self.optimizer_bytes
-        columns = {"parameters": a["parameters"], "gradients": a["gradients"], "optimizer": optimizer}
+        columns = {"parameters": a["parameters"], "gradients": a.get("gradients", 0), "optimizer": optimizer}
         ranges, covered = [], 0
         for part, purposes in ARENA_PARTS.items():
             if part == "gathered" and self.options.world == 1:

@@ -86,7 +86,7 @@ def describe(o: PlanOptions) -> str:
     """The options of a plan in one line."""
     c = o.config
     forms = [o.precision, f"on {o.device}"]
-    if o.precision == "bf16":
+    if o.precision == "bf16" and o.trains:
         forms.append({"fp32": "fp32 master weights", "bits16": "master weights in 16 more bits", "none": "no master weights"}[o.master])
     if o.optimizer_state != "fp32":
         forms.append(f"m and v in {o.optimizer_state}")
@@ -98,6 +98,8 @@ def describe(o: PlanOptions) -> str:
         forms.append("matmuls of layers in FP8")
     if o.multiplied_in != o.precision:
         forms.append("matmuls widened to fp32")
+    if not o.trains:
+        forms.append("nothing is trained")
     if o.offload_residual:
         forms.append("residuals in host memory")
     if o.offload_optimizer:
@@ -149,7 +151,8 @@ def _footer(options, row, budget) -> list[str]:
         lines.append("largest -b: say --memory-budget, a size such as 24GiB or a card such as h100-80")
     if options.offload_residual or options.offload_optimizer or options.async_checkpoint:
         lines.append(_host_memory(options, row))
-    lines.append(f"a step: {row['flops_per_step'] / 1e12:.3f} TFLOP of matmuls and attention at -r {row['recompute']}, "
+    what, level = ("a step", f" at -r {row['recompute']}") if options.trains else ("an evaluation", "")
+    lines.append(f"{what}: {row['flops_per_step'] / 1e12:.3f} TFLOP of matmuls and attention{level}, "
                  f"{row['bytes_per_step'] / 1e9:.1f} GB moved, {row['flops_per_byte']:.0f} FLOP per byte")  # fmt: skip
     limit = ridge(options, budget)
     if limit:
@@ -258,9 +261,10 @@ def ways_text(options: PlanOptions, budget_bytes: int, grad_accum_steps: int) ->
     """The cheapest ways to make a plan fit that does not, or what else to do where there is none."""
     ways = ways_to_fit(options, budget_bytes, options.B * grad_accum_steps)
     if not ways:
-        arenas, advice = Plan(options).arenas, "use a smaller model (-e) or shorter sequences (-t)"
-        if (fixed := arenas["parameters"] + arenas["gradients"]) > budget_bytes:
-            advice = f"weights and gradients alone take {fixed // MIB} MiB; use a smaller model (-e), or more processes with -z 3"
+        columns, advice = Plan(options).columns, "use a smaller model (-e) or shorter sequences (-t)"
+        if (fixed := columns["parameters"] + columns["gradients"]) > budget_bytes:
+            them = "weights and gradients" if options.trains else "weights"
+            advice = f"{them} alone take {fixed // MIB} MiB; use a smaller model (-e), or more processes with -z 3"
         return f"no flag makes it fit {budget_bytes // MIB} MiB: {advice}"
     width = max(len(way.flags) for way in ways)
     lines = [f"  {way.flags.ljust(width)}  {way.total_bytes // MIB} MiB; {way.price}" for way in ways]

@@ -106,7 +106,7 @@ def head_chunk_rows(o: PlanOptions) -> int:
 
 def head_sums(o: PlanOptions) -> bool:
     """Whether the head's weight gradient is added up in fp32 first: bf16 would lose bits over more than a few chunks."""
-    return o.gradients == "bf16" and o.B * o.T > HEAD_GROUP * head_chunk_rows(o)
+    return o.trains and o.gradients == "bf16" and o.B * o.T > HEAD_GROUP * head_chunk_rows(o)
 
 
 def classifier_rows(o: PlanOptions) -> int:
