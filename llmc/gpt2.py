@@ -45,6 +45,7 @@ class GPT2:
     Public views: params, grads (name -> tensor, file order); acts (name -> tensor of the activation arena), and scratch, those of acts
     that operations work in; and the flat arenas flat["parameters"], flat["gradients"], flat["m"], flat["v"], and of a bf16 model
     flat["master"] (fp32) or flat["master_bits"] (int16) where the plan has one, each (num_parameters,).
+    Where nothing is trained there are only parameters, and no grads.
     An arena that is sharded over several ranks holds this rank's shares; its params or grads are the tensors that belong to no layer.
 
     sharing  this rank's Sharing; None if there is only one rank

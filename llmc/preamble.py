@@ -116,7 +116,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
     if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
         yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
-    if s.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
+    if o.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
         yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
     if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
         yield (

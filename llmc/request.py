@@ -20,7 +20,7 @@ from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
-from llmc.memory.ladder import NOT_KEPT, can_keep_gathered
+from llmc.memory.ladder import can_keep_gathered
 from llmc.memory.layout import divides
 from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
 from llmc.memory.plan import Plan
@@ -354,21 +354,19 @@ def plan_options(
     ranks, parts = data_ranks(s, world), s.tensor_parallel
     check_shares(s, config, ranks)
     master = s.master if s.master != "auto" else "fp32" if s.master_weights else "none"
-    trains = needs_training_state(s)
-    level = 0 if s.recompute == "auto" else s.recompute
-    return PlanOptions(
-        config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, trains=trains, precision=precision,
-        recompute=level if trains else max(NOT_KEPT), master=master, optimizer_state=s.optimizer_state,
+    options = PlanOptions(
+        config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
+        recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
         grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual,
         offload_optimizer=s.offload_optimizer, device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
         **({"processors": processors} if processors else {}),
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
-        ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts,
-        keep_gathered=trains and not s.tp_recompute_allgather,
+        ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
         step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
         matmul=matmul_kind(s.matmul, kind, precision, s.kernels), factors=factor_type(kind, precision),
     )  # fmt: skip
+    return options if needs_training_state(s) else options.only_evaluating()
 
 
 def zero_note(s: Settings, o: PlanOptions) -> list[str]:

@@ -61,13 +61,15 @@ def test_evaluation_and_sample_have_the_bits_of_a_model_that_trains(config, kern
     {"device": "cpu"}, {"device": "cpu", "kernels": "numba", "matmul": "numba"}, {"device": "cpu", "precision": "fp32", "head_chunk": 9},
     {"device": "cuda"}, {"device": "cuda", "matmul": "fp8"}, {"device": "cuda", "gelu_fusion": 2},
     {"device": "cuda", "ranks": 4, "zero_stage": 3}, {"device": "cuda", "tensor_parallel": 2, "ranks": 2, "zero_stage": 1},
-    {"device": "cuda", "attention": "flash"},
+    {"device": "cuda", "attention": "flash"}, {"device": "cuda", "attention": "efficient", "precision": "fp32"},
+    {"device": "cuda", "offload_optimizer": True, "offload_residual": True, "async_checkpoint": True, "optimizer_state": "bf16"},
 ])  # fmt: skip
 @pytest.mark.parametrize("level", NOT_KEPT)
 def test_the_plan_has_weights_and_what_forward_and_a_sample_need(forms, level):
     """Nothing of backward and the update, each tensor from when it is written in forward, and never more than with them."""
-    o = PlanOptions(D12, 4, 1024, recompute=level, trains=False, **forms)
+    o = replace(PlanOptions(D12, 4, 1024, **forms).only_evaluating(), recompute=level)
     plan, training = Plan(o), Plan(replace(o, trains=True))
+    assert plan.host_bytes == 0 and plan.library_bytes <= training.library_bytes
     assert plan.arenas.keys() == {"parameters", "activations"} and plan.arenas["parameters"] == training.arenas["parameters"]
     assert sum(plan.columns.values()) == plan.total_bytes and plan.columns["gradients"] == plan.columns["optimizer"] == 0
     assert plan.arenas["activations"] <= training.arenas["activations"]

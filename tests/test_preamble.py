@@ -111,12 +111,14 @@ def test_checkpoints_of_an_earlier_run_are_noted_where_a_run_begins_anew(tmp_pat
 
 
 def test_logs_of_an_earlier_run_are_noted_where_nothing_is_trained(tmp_path):
-    assert said(f"-o {tmp_path} -x 0") == []
+    memory = "-x 0 trains nothing, so there is no memory for gradients, optimizer state or backward, whatever -r is"
+    assert said(f"-o {tmp_path} -x 0") == [memory]
     (tmp_path / "main.log").write_text("s:0 tel:4.0000\n")
-    assert said(f"-o {tmp_path} -x 0") == []  # another evaluation, which this one replaces
+    assert said(f"-o {tmp_path} -x 0") == [memory]  # another evaluation, which this one replaces
     (tmp_path / "main.log").write_text("s:0 tel:4.0000\ns:0 trl:4.0000\n")
     assert said(f"-o {tmp_path} -x 0") == [
-        f"note: nothing is trained, so the logs of the run in {tmp_path} stay, and what is measured now is only printed"
+        memory,
+        f"note: nothing is trained, so the logs of the run in {tmp_path} stay, and what is measured now is only printed",
     ]
     assert said(f"-o {tmp_path} -n 1") == said(f"-o {tmp_path} -x 0 -y 1", resumes=True) == []
 

@@ -29,7 +29,7 @@ class Checkpoints:
     def __init__(self, s: Settings, model, record, resume_step: int | None):
         """record is told of each checkpoint that counts. With --async-checkpoint this allocates the copy that the plan has."""
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
-        self._writer = WriteBeside(model.plan) if s.async_checkpoint else WriteAtOnce()
+        self._writer = WriteBeside(model.plan) if model.plan.options.async_checkpoint else WriteAtOnce()
         self._has_waited, self._proven_step = False, -1
         self.newest = self.unproven = resume_step  # a crash may have come before the older one was deleted: it is proven anew
 

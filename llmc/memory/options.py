@@ -1,9 +1,10 @@
 """What a plan is made for: the model, the batch and everything else that says how a run stores and computes its numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 
 from llmc.config import ModelConfig
+from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import divides
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes, sizes_of
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
@@ -44,6 +45,13 @@ class PlanOptions:
     processors: int = 132  # multiprocessors of the card, by default an H100's: flash attention's memory depends on them
     async_checkpoint: bool = False  # checkpoints are written while training goes on, from a copy in host memory
     rank: int = 0  # the rank that the plan is for. Only that copy depends on it: rank 0's is the largest, so all ranks choose by its plan
+
+    def only_evaluating(self) -> "PlanOptions":
+        """These options for a run that trains nothing: without all that is only for training, at the level that keeps least."""
+        return replace(
+            self, trains=False, recompute=max(NOT_KEPT), master="none", optimizer_state="fp32", grad_dtype="", offload_residual=False,
+            offload_optimizer=False, keep_gathered=False, async_checkpoint=False,
+        )  # fmt: skip
 
     @property
     def kernel_set(self) -> str:

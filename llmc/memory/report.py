@@ -57,7 +57,8 @@ def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) 
 
 
 def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> list[dict]:
-    """One dict per recompute level: the numbers of --plan, as --plan --json prints them. MiB are floats; what is unknown is None."""
+    """One dict per recompute level: the numbers of --plan, as --plan --json prints them. MiB are floats; what is unknown is None. Where
+    nothing is trained, flops and bytes are those of an evaluation, and what ranks send is not told."""
     rows = []
     for level in levels_of(options):
         o = replace(options, recompute=level)
@@ -77,7 +78,7 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             "flops_per_byte": cost.intensity,
             "bound": bound(cost, o, budget),
             "compute_ms": least_ms(cost, o, budget),
-            **traffic_columns(o, grad_accum_steps, network),
+            **(traffic_columns(o, grad_accum_steps, network) if o.trains else {}),
         })  # fmt: skip
     return rows
 
@@ -86,7 +87,9 @@ def describe(o: PlanOptions) -> str:
     """The options of a plan in one line."""
     c = o.config
     forms = [o.precision, f"on {o.device}"]
-    if o.precision == "bf16" and o.trains:
+    if not o.trains:
+        forms.append("nothing is trained")
+    elif o.precision == "bf16":
         forms.append({"fp32": "fp32 master weights", "bits16": "master weights in 16 more bits", "none": "no master weights"}[o.master])
     if o.optimizer_state != "fp32":
         forms.append(f"m and v in {o.optimizer_state}")
@@ -98,8 +101,6 @@ def describe(o: PlanOptions) -> str:
         forms.append("matmuls of layers in FP8")
     if o.multiplied_in != o.precision:
         forms.append("matmuls widened to fp32")
-    if not o.trains:
-        forms.append("nothing is trained")
     if o.offload_residual:
         forms.append("residuals in host memory")
     if o.offload_optimizer:
@@ -130,7 +131,7 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
         before = NOT_KEPT[level]
     lines = in_columns((heads, *rows), numbers=range(len(heads) - 1))
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
-    sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network else []
+    sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network and options.trains else []
     title = f"memory plan in MiB: {describe(options)}"
     return "\n".join([title, "", *lines, "", *legend(columns), "", *_footer(options, asked, budget), *sent])
 

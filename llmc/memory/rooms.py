@@ -171,6 +171,8 @@ def attention_library_bytes(o: PlanOptions) -> int:
     if o.attention_kind in ("cpu", "triton"):
         return 0
     HS, heads = o.config.head_size, o.B * o.heads
+    if not o.trains:
+        return heads * o.T * HS * DTYPE_BYTES[o.precision] + 4 * heads * round_up(o.T, 32)
     gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
     rows_of_tiles = 4 * heads * round_up(o.T, LIBRARY_TILE_ROWS)
     if o.attention_kind == "flash":  # sums dq deterministically: one copy for each multiprocessor that works on the same head
