@@ -59,8 +59,8 @@ from scripts.plotting import check_picture, new_figure, save_picture
 # flags of train_gpt2.py that decide what a step does, and defaults that differ from its
 TAKEN = (
     "model", "batch_size", "sequence_length", "recompute", "precision", "device", "kernels", "attention", "matmul", "gelu_fusion", "tf32",
-    "master_weights", "master", "optimizer_state", "grad_dtype", "offload_residual", "offload_optimizer", "head_chunk",
-    "threads",
+    "master_weights", "master", "optimizer_state", "grad_dtype", "offload_residual", "offload_optimizer",
+    "head_chunk", "threads",
 )  # fmt: skip
 DEFAULTS = {"model": "d12", "sequence_length": "64", "recompute": "0"}
 
@@ -196,6 +196,7 @@ def open_run(words):
             f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {in_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB, "
             f"{run.budget.name}; use a smaller -b or a higher -r (train_gpt2.py --plan says what fits)"
         )
+    train_gpt2.refuse_too_large(run)  # for host memory
     return run
 
 

@@ -461,7 +461,7 @@ def test_an_optimizer_and_a_checkpoint_share_the_host():
     assert plan.host_bytes == plan.optimizer_bytes + plan.checkpoint_bytes
     [footer] = [line for line in plan_table(o).splitlines() if line.startswith("host memory:")]
     assert f"{plan.host_bytes / MIB:.1f} MiB pinned, beside the total; of it {plan.checkpoint_bytes / MIB:.1f} MiB for" in footer
-    assert footer.endswith("while they are written; an update reads 1.5 GB of it over the bus, and writes as much")
+    assert footer.endswith("while they are written; an update reads 1.5 GB of it over the bus and writes as much, not counted below")
     with pytest.raises(UserError) as refused:
         train_gpt2.refuse_too_large(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
     assert str(refused.value).startswith("--offload-optimizer with --async-checkpoint 1 needs") and "-b" not in str(refused.value)

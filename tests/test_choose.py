@@ -433,11 +433,21 @@ def test_three_ways_are_printed_and_one_that_only_adds_to_another_just_where_oth
 
 
 def test_a_way_that_rounds_m_and_v_comes_last():
-    """It alone changes the numbers of a run, though it takes next to no time: a level, half the batch and host memory come before it."""
+    """It alone changes the numbers of a run, though it takes next to no time: a level and half the batch come before it."""
     options, sequences = planned(COMMANDS[0])
     budget, _ = asked(COMMANDS[0], 0.95)
-    printed = [way.flags for way in ways_to_fit(options, budget, sequences, count=4)]
+    printed = [way.flags for way in ways_to_fit(options, budget, sequences)]
     assert printed[-1] == "--optimizer-state bf16" and not any("--optimizer-state" in flags for flags in printed[:-1])
+
+
+def test_host_memory_comes_the_sooner_the_longer_a_step_is():
+    """The bus takes as long for one sequence as for half a million tokens."""
+    options, places = PlanOptions(D12, 4, 1024, device="cuda"), []
+    for sequences in (4, 16, 512):
+        budget = int(0.8 * total(replace(options, step_sequences=sequences)))
+        printed = [way.flags for way in ways_to_fit(options, budget, sequences, count=EVERY_WAY)]
+        places.append(printed.index("--offload-optimizer") / len(printed))
+    assert places == sorted(places, reverse=True) and places[0] > places[-1]
 
 
 @every_command
@@ -460,7 +470,7 @@ def test_the_price_says_how_many_micro_steps_and_flops_a_way_takes(command):
             want.append("the same weights, a slightly longer update")
         if taken.offload_optimizer != options.offload_optimizer:
             mib = Plan(taken).optimizer_bytes // MIB
-            want.append(f"{mib} MiB of host memory, read and written over the bus in each update")
+            want.append(f"{mib} MiB of host memory for each process, which each update moves over the bus twice")
         if taken.optimizer_state != options.optimizer_state:
             want.append("m and v are rounded")
         assert way.price == "; ".join(want)

@@ -615,6 +615,12 @@ def test_a_sample_goes_on_from_the_prompt(case, monkeypatch):
         assert found[: len(prompt)] == prompt and len(found) == 19 and (found == said) == (prompt == said[: len(prompt)])
 
 
+def test_every_sample_of_a_run_begins_with_the_prompt(case):
+    out = ran(*inputs(case), "-b 1 -t 8 -x 3 -v 0 -s 1 -g 9 --prompt text", faked={"encode_prompt": lambda *_: [5, 3, 1]})
+    samples = re.findall(r"generating:\n---\n(.*)\n---", out)
+    assert len(samples) == 3 and all(s.startswith("5 3 1 ") and len(s.split()) == 8 for s in samples)
+
+
 def test_a_prompt_is_text_of_the_data_s_tokenizer(case, tmp_path):
     """With GPT-2's vocabulary of bytes, 11 of them and the end-of-text; -g counts both."""
     tokenizer, prompt = tmp_path / "tokenizer.bin", Path("Es war einmal ß")  # one word of a command line

@@ -2,6 +2,7 @@
 
 import pickle
 import socket
+import sys
 import time
 
 import case_a
@@ -108,6 +109,13 @@ def test_a_table_encodes_as_the_encoding_that_it_is_of(bpe_files):
     for table in (Tokenizer.from_bytes_only(), gpt2.tokenizer()):  # of bytes are data that may lie beside either
         assert table.encode(plain, like=data) == ByteEncoder().encode(plain).tolist()
         assert table.encode("", like=data) == []
+
+
+def test_tiktoken_that_cannot_be_imported_is_said_and_bytes_are_used(monkeypatch, capsys):
+    """Nor what it imports in its turn."""
+    monkeypatch.setitem(sys.modules, "requests", None)
+    assert isinstance(load_encoder(), ByteEncoder)
+    assert "needs tiktoken (import of requests halted" in capsys.readouterr().out
 
 
 def test_a_table_without_some_bytes_encodes_nothing():

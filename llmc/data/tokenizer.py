@@ -182,10 +182,10 @@ def load_encoder(force_bytes: bool = False) -> Encoder:
 
 def _tiktoken_gpt2():
     """tiktoken's encoding "gpt2", from its cache or the network. Raises UserError with the reason if neither has it."""
-    with _tiktoken_needed():
-        import tiktoken
     try:
-        with _impatient_tiktoken():
+        with _tiktoken_needed(), _impatient_tiktoken():
+            import tiktoken
+
             return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # OSError covers all of requests' failures; ValueError: the download is not the file
         raise UserError(
@@ -200,7 +200,7 @@ def _tiktoken_needed():
     try:
         yield
     except ImportError as error:
-        raise UserError(f"GPT-2's byte-pair encoding needs tiktoken ({error}); pip install tiktoken") from error
+        raise UserError(f"GPT-2's byte-pair encoding needs tiktoken ({error}); pip install -U tiktoken") from error
 
 
 @contextmanager

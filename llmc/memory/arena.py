@@ -7,6 +7,7 @@ from weakref import finalize
 
 import torch
 
+from llmc.errors import UserError
 from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
 
@@ -52,7 +53,11 @@ def allocate_host(n_bytes: int, owner, pinned: bool) -> torch.Tensor:
     start = -room.data_ptr() % PAGESIZE
     host = room[start : start + n_bytes].zero_()
     if n_bytes:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), n_bytes, 0)))
+        if code := int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), n_bytes, 0)):
+            raise UserError(
+                f"CUDA refused to pin {n_bytes} bytes of host memory (error {code}); free some, allow the process or its container more, "
+                "or leave out --offload-optimizer, --offload-residual and --async-checkpoint"
+            )
         finalize(owner, _unpin, host).atexit = False
     return host
 

@@ -10,7 +10,7 @@ from itertools import product
 from math import isqrt
 
 from llmc.errors import NotEnoughMemory
-from llmc.memory.cost import extra_flops_percent
+from llmc.memory.cost import extra_flops_percent, optimizer_traffic, step_cost
 from llmc.memory.ladder import NOT_KEPT, can_keep_gathered, can_offload
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -20,7 +20,7 @@ from llmc.units import MIB
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
 MASTER_BITS_COST = 0.5  # the update generates each piece's noise twice
 WAITING_COST = 0.7  # training waits for the disk when a checkpoint is due
-BUS_COST = 8.0  # the update waits for the bus to host memory: for d48, with half a million tokens a step, on an H200
+BUS_FLOPS = 10_000  # that a card does, by a guess, while a byte comes over the bus from host memory and another one goes there
 BF16_STATE_COST = 20.0  # little time, but m and v are rounded: the only way here that changes the numbers
 
 DIPS = 16  # how many dips of memory the search for the largest batch passes; in a tiny model every fourth B can be one, without end
@@ -237,8 +237,9 @@ def _way(options, changed, total, total_sequences, halvings) -> Way:
         cost += WAITING_COST
     if changed.offload_optimizer != options.offload_optimizer:
         flags.append("--offload-optimizer")
-        price.append(f"{Plan(changed).optimizer_bytes // MIB} MiB of host memory, read and written over the bus in each update")
-        cost += BUS_COST
+        mib = Plan(changed).optimizer_bytes // MIB
+        price.append(f"{mib} MiB of host memory for each process, which each update moves over the bus twice")
+        cost += 100 * BUS_FLOPS * optimizer_traffic(options) / 2 / step_cost(options, total_sequences // options.B).flops
     if changed.optimizer_state != options.optimizer_state:
         flags.append("--optimizer-state bf16")
         price.append("m and v are rounded")

@@ -174,6 +174,6 @@ def least_ms(cost, o: PlanOptions, budget: Budget | None) -> float | None:
 
 
 def bound(cost, o: PlanOptions, budget: Budget | None) -> str | None:
-    """What sets the time of a step on a card: "compute" or "memory"; None where peak_flops is None."""
+    """What sets the time of a step on a card, the bus to the host left out: "compute" or "memory"; None where peak_flops is None."""
     limit = ridge(o, budget)
     return None if limit is None else "compute" if cost.intensity >= limit else "memory"

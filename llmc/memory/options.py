@@ -20,7 +20,6 @@ class PlanOptions:
     config: ModelConfig
     B: int
     T: int
-    trains: bool = True  # else it only evaluates and samples: no gradients, no optimizer state, and nothing is kept for backward
     precision: str = "bf16"  # fp32 | bf16, of weights and activations
     recompute: int = 1
     master: str = "fp32"  # of a bf16 model: fp32 | bits16, the 16 bits its weights lack | none
@@ -44,6 +43,7 @@ class PlanOptions:
     keep_gathered: bool = False  # keep the gathered rows of ln1 and ln2 for backward; else they are gathered again
     processors: int = 132  # multiprocessors of the card, by default an H100's: flash attention's memory depends on them
     async_checkpoint: bool = False  # checkpoints are written while training goes on, from a copy in host memory
+    trains: bool = True  # else it only evaluates and samples: no gradients, no optimizer state, and nothing is kept for backward
     rank: int = 0  # the rank that the plan is for. Only that copy depends on it: rank 0's is the largest, so all ranks choose by its plan
 
     def only_evaluating(self) -> "PlanOptions":

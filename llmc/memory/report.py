@@ -174,7 +174,7 @@ def _host_memory(options, row) -> str:
     if options.async_checkpoint:
         lines.append(f"of it {checkpoint}")
     if options.offload_optimizer:
-        lines.append(f"an update reads {optimizer_traffic(options) / 2e9:.1f} GB of it over the bus, and writes as much")
+        lines.append(f"an update reads {optimizer_traffic(options) / 2e9:.1f} GB of it over the bus and writes as much, not counted below")
     return "; ".join(lines)
 
 
