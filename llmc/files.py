@@ -180,10 +180,10 @@ def fingerprint(path) -> str:
     return digest.hexdigest()[:12]
 
 
-def check_size(path, expected: int, reason: str) -> None:
+def check_size(path, expected: int, reason: str, advice: str = "download or write it again") -> None:
     """Raise UserError unless the file has exactly `expected` bytes; `reason` says where that number comes from."""
     with readable(path):
         found = os.path.getsize(path)
     if found != expected:
         state = f"truncated by {expected - found}" if found < expected else f"oversized by {found - expected}"
-        raise UserError(f"{path} has {found} bytes, {state}: {reason} needs exactly {expected}; download or write it again")
+        raise UserError(f"{path} has {found} bytes, {state}: {reason} needs exactly {expected}; {advice}")

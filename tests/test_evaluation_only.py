@@ -112,7 +112,7 @@ def test_the_program_says_the_same_with_a_fraction_of_the_memory(case, tmp_path,
     assert found[0] == found[1] and found[2] == found[3]
     assert "-x 0 trains nothing, so there is no memory for gradients" in only and "parameter gradients" not in only
     record = json.loads((tmp_path / "log" / "memory.json").read_text())
-    assert record["plan"]["arenas"].keys() == {"parameters", "activations"}
+    assert record["plan"]["arenas"].keys() == {"parameters", "activations"} and record["plan"]["options"]["trains"] is False
 
 
 def test_what_could_not_be_trained_can_be_looked_at(case):

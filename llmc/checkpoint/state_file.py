@@ -18,6 +18,7 @@ from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_he
 from llmc.rand import STATE_STRUCT
 
 STATE_VERSION = 1
+ANOTHER = "resume from another checkpoint: remove this one's DONE file, and -y 1 takes the one before"
 # header entries: int32, then uint64
 NUM_PROCESSES, RANK, USE_MASTER_WEIGHTS, SHOULD_SHUFFLE, STEP = 2, 3, 4, 5, 10
 RNG_STATE, RNG_STATE_LAST_UPDATE, SHARD_IDX, SAMPLE_IDX = 20, 22, 30, 32
@@ -89,16 +90,16 @@ def read_state_header(path, rank: int | None = None) -> np.ndarray:
     header = read_header(path, STATE_MAGIC)
     version, num_processes, wrote_rank, use_master_weights, should_shuffle = header[1:6].tolist()
     if version != STATE_VERSION:
-        raise UserError(f"{path} is a training state of version {version}; expected {STATE_VERSION}, so resume from another checkpoint")
+        raise UserError(f"{path} is a training state of version {version}; expected {STATE_VERSION}, so {ANOTHER}")
     if not 0 <= wrote_rank < num_processes:
         raise UserError(
-            f"{path} says rank {wrote_rank} of {num_processes} processes; expected a rank below that number, so the header is damaged: "
-            "resume from another checkpoint"
+            f"{path} says rank {wrote_rank} of {num_processes} processes; expected a rank below that number, so the header is damaged; "
+            f"{ANOTHER}"
         )
     if not (0 <= use_master_weights <= 1 and 0 <= should_shuffle <= 1 and header[STEP] >= 0):
         raise UserError(
             f"{path} says use_master_weights {use_master_weights}, should_shuffle {should_shuffle}, step {header[STEP]}; "
-            "expected 0 or 1, 0 or 1 and a step from 0 on, so the header is damaged: resume from another checkpoint"
+            f"expected 0 or 1, 0 or 1 and a step from 0 on, so the header is damaged; {ANOTHER}"
         )
     if rank not in (None, wrote_rank):
         raise UserError(
@@ -142,7 +143,7 @@ def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderSt
     """
     place = {"current_shard_idx": get_uint64(header, SHARD_IDX), "current_sample_idx": get_uint64(header, SAMPLE_IDX)}
     if not header[SHOULD_SHUFFLE]:
-        check_size(path, offset, f"{tensors} without a shuffled loader")
+        check_size(path, offset, f"{tensors} without a shuffled loader", ANOTHER)
         none = np.zeros(0, np.int32)
         return LoaderState(False, **place, shard_indices=none, shard_num_samples=0, intra_shard_indices=none, shuffle_rng=b"")
     tensors += " with a shuffled loader"
@@ -152,7 +153,7 @@ def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderSt
         end = offset + 16 + SHUFFLE_RNG_BYTES
         shard_indices, end = read_counted(path, file, end, tensors)
         intra_shard_indices, end = read_counted(path, file, end, tensors)
-        check_size(path, end, f"{tensors} of {len(shard_indices)} shards and {len(intra_shard_indices)} samples")
+        check_size(path, end, f"{tensors} of {len(shard_indices)} shards and {len(intra_shard_indices)} samples", ANOTHER)
         shuffle_rng = file.read(SHUFFLE_RNG_BYTES)
     return LoaderState(
         True, **place, shard_indices=shard_indices, shard_num_samples=len(intra_shard_indices),
@@ -168,7 +169,7 @@ def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
     raw = file.read(8)
     end += 4 * int.from_bytes(raw, "little")
     if len(raw) < 8 or os.path.getsize(path) < end:
-        check_size(path, end, reason)
+        check_size(path, end, reason, ANOTHER)
     return np.frombuffer(file.read(4 * int.from_bytes(raw, "little")), "<i4"), end
 
 
@@ -199,7 +200,7 @@ def read_extra(path) -> dict:
 
 def damaged_extra(path, reason) -> UserError:
     """The error for an extra file that is wrong in any way."""
-    return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file, so resume from another checkpoint")
+    return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file; {ANOTHER}")
 
 
 def encode(value):

@@ -202,8 +202,9 @@ def network_json(network: Network) -> dict:
 def options_json(o: PlanOptions) -> dict:
     """The options of a plan under the names of their flags."""
     return {
-        "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device, "recompute": o.recompute,
-        "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state, "grad_dtype": o.gradients,
+        "trains": o.trains, "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device,
+        "recompute": o.recompute, "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state,
+        "grad_dtype": o.gradients,
         "matmul": None if o.device == "cuda" and o.matmul == "native" else o.matmul,
         "offload_residual": o.offload_residual, "offload_optimizer": o.offload_optimizer, "head_chunk": o.head_chunk,
         "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
