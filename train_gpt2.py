@@ -42,8 +42,8 @@ from llmc.distributed import (
     World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
 from llmc.errors import (
-    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with, fill_closed_streams,
-    is_out_of_memory, tell_lost_output,
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with,
+    fill_closed_streams, is_out_of_memory, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, refuse_contradictions
@@ -333,15 +333,22 @@ def refuse_too_large(run: Run):
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(does_not_fit(plan, budget), plan.options, budget.bytes, run.grad_accum_steps)
-    if plan.host_bytes > (host := run.host_bytes):
-        o = plan.options
-        takers = {"--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer}
-        takers["--async-checkpoint 1"] = o.async_checkpoint
-        smaller = "use a smaller -b, or " if o.offload_residual else ""
-        raise UserError(
-            f"{' with '.join(flag for flag, given in takers.items() if given)} needs {in_mib(plan.host_bytes)} MiB of host memory for each "
-            f"process, and there are {host // MIB} MiB; {smaller}leave it out and see --plan"
-        )
+    refuse_too_large_for_host(plan, run.host_bytes)
+
+
+def refuse_too_large_for_host(plan: Plan, host_bytes: int):
+    """Raise UserError for a plan that needs more pinned host memory than there is for this process."""
+    if plan.host_bytes <= host_bytes:
+        return
+    o = plan.options
+    takers = {
+        "--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer, "--async-checkpoint 1": o.async_checkpoint
+    }  # fmt: skip
+    smaller = "use a smaller -b, or " if o.offload_residual else ""
+    raise UserError(
+        f"{' with '.join(flag for flag, given in takers.items() if given)} needs {in_mib(plan.host_bytes)} MiB of host memory for each "
+        f"process, and there are {host_bytes // MIB} MiB; {smaller}leave it out and see --plan"
+    )
 
 
 def build_model(run: Run):
@@ -417,7 +424,7 @@ def adopt(run: Run, extra: dict):
         print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
         return
     if missing := {"loss_outliers", "norm_outliers"} - extra.keys():
-        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; resume from another checkpoint")
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; {RESUME_FROM_ANOTHER}")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
 

@@ -6,6 +6,9 @@ import sys
 
 OUTPUT_CODE, INPUT_CODE, MEMORY_CODE, LOST_CODE, INTERRUPT_CODE = 1, 2, 3, 4, 130  # exit codes; llmc.flags.EXIT_CODES says what they mean
 
+# what to do where a checkpoint cannot be used
+RESUME_FROM_ANOTHER = "resume from another checkpoint: remove this one's DONE file, and -y 1 takes the one before"
+
 
 class UserError(Exception):
     """Bad input or an option that cannot be honoured.

@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 
 BLOCK = 624  # the twister makes its numbers this many at a time
 STATE_STRUCT = struct.Struct("<Qi I 624I 2I")  # seed, left, next, state, matrix_a: llm.c's mt19937_state, raw
@@ -57,12 +57,14 @@ class MersenneTwister:
         if len(data) != STATE_STRUCT.size:
             raise UserError(
                 f"the saved shuffle generator has {len(data)} bytes, expected {STATE_STRUCT.size}; "
-                "the state file is damaged, resume from another"
+                f"its state file is damaged: {RESUME_FROM_ANOTHER}"
             )
         seed, left, drawn, *words = STATE_STRUCT.unpack(data)
         fresh = (left, drawn) == (1, 0)
         if tuple(words[BLOCK:]) != MATRIX_A or not (fresh or (1 <= drawn <= BLOCK and left == BLOCK - drawn + 1)):
-            raise UserError("the saved shuffle generator is not a Mersenne Twister's state; the state file is damaged, resume from another")
+            raise UserError(
+                f"the saved shuffle generator is not a Mersenne Twister's state; its state file is damaged: {RESUME_FROM_ANOTHER}"
+            )
         twister = cls(0)
         twister.seed = seed  # llm.c leaves this word unset, so it is carried and never used
         key = np.array(words[:BLOCK], dtype=np.uint32)

@@ -14,7 +14,7 @@ from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path, state_path
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World, different_from_first, smallest
-from llmc.errors import RankLost, UserError
+from llmc.errors import RESUME_FROM_ANOTHER, RankLost, UserError
 from llmc.flags import FLAGS, Settings, refuse_contradictions
 from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
@@ -410,7 +410,7 @@ def written_number(s: Settings, source: Source, name: str, default: int | None, 
     path = extra_path(s.output_dir, source.resume_step, 0)
     value = read_extra(path).get(name, default)
     if value is not default and (type(value) is not int or value < at_least):
-        raise UserError(f"{path} says {name} {value!r}; expected {expected}, so it is damaged: resume from another checkpoint")
+        raise UserError(f"{path} says {name} {value!r}; expected {expected}, so it is damaged; {RESUME_FROM_ANOTHER}")
     return value
 
 

@@ -196,7 +196,7 @@ def open_run(words):
             f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {in_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB, "
             f"{run.budget.name}; use a smaller -b or a higher -r (train_gpt2.py --plan says what fits)"
         )
-    train_gpt2.refuse_too_large(run)  # for host memory
+    train_gpt2.refuse_too_large_for_host(run.plan, run.host_bytes)
     return run
 
 

@@ -15,7 +15,7 @@ from llmc.checkpoint.state_file import (
 )  # fmt: skip
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.files import Numbers
 from llmc.memory.layout import flat_layout
 from llmc.memory.tables import num_parameters
@@ -58,7 +58,7 @@ class SavedState:
         if header[STEP] != self.step:
             raise UserError(
                 f"{path} says that it was written at step {header[STEP]}; "
-                f"expected {self.step}, so the file is not the one of this checkpoint: resume from another"
+                f"expected {self.step}, so the file is not the one of this checkpoint; {RESUME_FROM_ANOTHER}"
             )
         return header
 
@@ -66,7 +66,7 @@ class SavedState:
         if found != expected:
             raise UserError(
                 f"{path} and the file of rank 0 disagree on {what}: {found} and {expected}; they are not of one run, "
-                "so resume from another checkpoint"
+                f"so {RESUME_FROM_ANOTHER}"
             )
 
     def rank(self, rank: int) -> TrainingState:

@@ -10,7 +10,7 @@ from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra,
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.files import HEADER_BYTES, Numbers, fingerprint
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
@@ -152,7 +152,7 @@ def check_model_file(path, written, source):
     if written is not None and fingerprint(path) != written:
         raise UserError(
             f"{path} is not the file that was written with the training state beside it, by what {source.name} says; put that one back, "
-            f"resume from another checkpoint, start a new run from this model with -e, or remove {source.name} if llm.c has written both"
+            f"remove {source.name} if llm.c has written both, start a new run from this model with -e, or {RESUME_FROM_ANOTHER}"
         )
 
 

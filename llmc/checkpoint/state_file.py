@@ -13,12 +13,11 @@ import numpy as np
 
 from llmc.checkpoint.model_file import adding_up_to
 from llmc.data.walk import LoaderState
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
 from llmc.rand import STATE_STRUCT
 
 STATE_VERSION = 1
-ANOTHER = "resume from another checkpoint: remove this one's DONE file, and -y 1 takes the one before"
 # header entries: int32, then uint64
 NUM_PROCESSES, RANK, USE_MASTER_WEIGHTS, SHOULD_SHUFFLE, STEP = 2, 3, 4, 5, 10
 RNG_STATE, RNG_STATE_LAST_UPDATE, SHARD_IDX, SAMPLE_IDX = 20, 22, 30, 32
@@ -90,21 +89,21 @@ def read_state_header(path, rank: int | None = None) -> np.ndarray:
     header = read_header(path, STATE_MAGIC)
     version, num_processes, wrote_rank, use_master_weights, should_shuffle = header[1:6].tolist()
     if version != STATE_VERSION:
-        raise UserError(f"{path} is a training state of version {version}; expected {STATE_VERSION}, so {ANOTHER}")
+        raise UserError(f"{path} is a training state of version {version}; expected {STATE_VERSION}, so {RESUME_FROM_ANOTHER}")
     if not 0 <= wrote_rank < num_processes:
         raise UserError(
             f"{path} says rank {wrote_rank} of {num_processes} processes; expected a rank below that number, so the header is damaged; "
-            f"{ANOTHER}"
+            f"{RESUME_FROM_ANOTHER}"
         )
     if not (0 <= use_master_weights <= 1 and 0 <= should_shuffle <= 1 and header[STEP] >= 0):
         raise UserError(
             f"{path} says use_master_weights {use_master_weights}, should_shuffle {should_shuffle}, step {header[STEP]}; "
-            f"expected 0 or 1, 0 or 1 and a step from 0 on, so the header is damaged; {ANOTHER}"
+            f"expected 0 or 1, 0 or 1 and a step from 0 on, so the header is damaged; {RESUME_FROM_ANOTHER}"
         )
     if rank not in (None, wrote_rank):
         raise UserError(
             f"{path} was written by rank {wrote_rank} of {num_processes} processes; expected rank {rank}, as its name says, "
-            "so the file is not this checkpoint's: resume from another"
+            f"so the file is not this checkpoint's; {RESUME_FROM_ANOTHER}"
         )
     return header
 
@@ -143,7 +142,7 @@ def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderSt
     """
     place = {"current_shard_idx": get_uint64(header, SHARD_IDX), "current_sample_idx": get_uint64(header, SAMPLE_IDX)}
     if not header[SHOULD_SHUFFLE]:
-        check_size(path, offset, f"{tensors} without a shuffled loader", ANOTHER)
+        check_size(path, offset, f"{tensors} without a shuffled loader", RESUME_FROM_ANOTHER)
         none = np.zeros(0, np.int32)
         return LoaderState(False, **place, shard_indices=none, shard_num_samples=0, intra_shard_indices=none, shuffle_rng=b"")
     tensors += " with a shuffled loader"
@@ -153,7 +152,7 @@ def read_loader(path, header: np.ndarray, offset: int, tensors: str) -> LoaderSt
         end = offset + 16 + SHUFFLE_RNG_BYTES
         shard_indices, end = read_counted(path, file, end, tensors)
         intra_shard_indices, end = read_counted(path, file, end, tensors)
-        check_size(path, end, f"{tensors} of {len(shard_indices)} shards and {len(intra_shard_indices)} samples", ANOTHER)
+        check_size(path, end, f"{tensors} of {len(shard_indices)} shards and {len(intra_shard_indices)} samples", RESUME_FROM_ANOTHER)
         shuffle_rng = file.read(SHUFFLE_RNG_BYTES)
     return LoaderState(
         True, **place, shard_indices=shard_indices, shard_num_samples=len(intra_shard_indices),
@@ -169,7 +168,7 @@ def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
     raw = file.read(8)
     end += 4 * int.from_bytes(raw, "little")
     if len(raw) < 8 or os.path.getsize(path) < end:
-        check_size(path, end, reason, ANOTHER)
+        check_size(path, end, reason, RESUME_FROM_ANOTHER)
     return np.frombuffer(file.read(4 * int.from_bytes(raw, "little")), "<i4"), end
 
 
@@ -200,7 +199,7 @@ def read_extra(path) -> dict:
 
 def damaged_extra(path, reason) -> UserError:
     """The error for an extra file that is wrong in any way."""
-    return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file; {ANOTHER}")
+    return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file; {RESUME_FROM_ANOTHER}")
 
 
 def encode(value):

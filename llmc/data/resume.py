@@ -13,7 +13,7 @@ import numpy as np
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, unpack
 from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.data.walk import LoaderState, check_permutations
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.rand import MersenneTwister
 
 Shards = list[tuple[str, int]]  # (name, number of tokens) of each, in the loader's order
@@ -138,7 +138,7 @@ def check_place(state: LoaderState, samples: list[int]) -> None:
     if has != expected:
         raise UserError(
             f"the checkpoint's training data has {has} {what}, where {expected} were expected: its state file is damaged, or it does not "
-            "say which files it read and they changed since; resume with the same files, or from another checkpoint"
+            f"say which files it read and they changed since; resume with the same files, or {RESUME_FROM_ANOTHER}"
         )
 
 
@@ -227,4 +227,4 @@ def inside(intervals: np.ndarray, shards: Shards) -> bool:
 
 def damaged(reason: str) -> UserError:
     """The error for everything that can be wrong with the checkpoint's place in the data."""
-    return UserError(f"the checkpoint's place in its training data is damaged ({reason}); resume from another checkpoint")
+    return UserError(f"the checkpoint's place in its training data is damaged ({reason}); {RESUME_FROM_ANOTHER}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmc.data.remainder import Geometry, Remainder
 from llmc.data.shards import Shard, open_shard
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.rand import MersenneTwister
 
 
@@ -189,5 +189,6 @@ def check_permutations(state: LoaderState) -> None:
     orders = (state.shard_indices, state.current_shard_idx + 1), (state.intra_shard_indices, state.current_sample_idx)
     if any(place > len(order) or not np.array_equal(np.sort(order), np.arange(len(order))) for order, place in orders):
         raise UserError(
-            "the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged, resume from another"
+            "the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged: "
+            f"{RESUME_FROM_ANOTHER}"
         )

@@ -192,18 +192,18 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     states = ["fp32", "bf16"] if options.optimizer_state == "fp32" else ["bf16"]
     levels = [level for level in levels_of(options) if level >= options.recompute]
     copies = [True, False] if options.async_checkpoint and options.device == "cpu" else [options.async_checkpoint]
-    hosts = [False, True] if options.device == "cuda" and not options.offload_optimizer else [options.offload_optimizer]
+    offloads = [False, True] if options.device == "cuda" and not options.offload_optimizer else [options.offload_optimizer]
     found = []
     batches = [(step, B) for step, B in enumerate(halves) if B % options.batch_multiple == 0]
-    for (step, B), level, master, state, copy, host in product(batches, levels, masters, states, copies, hosts):
+    for (step, B), level, master, state, copy, offload in product(batches, levels, masters, states, copies, offloads):
         changed = replace(
             options, B=B, step_sequences=total_sequences, recompute=level, master=master, optimizer_state=state, async_checkpoint=copy,
-            offload_optimizer=host,
+            offload_optimizer=offload,
         )  # fmt: skip
-        total = Plan(changed).total_bytes
-        if total <= budget_bytes:
-            place = (step, level, masters.index(master), states.index(state), copies.index(copy), hosts.index(host))
-            found.append((_way(options, changed, total, total_sequences, step), place))
+        plan = Plan(changed)
+        if plan.total_bytes <= budget_bytes:
+            place = (step, level, masters.index(master), states.index(state), copies.index(copy), offloads.index(offload))
+            found.append((_way(options, plan, total_sequences, step), place))
     found.sort(key=lambda pair: (pair[0].cost, pair[0].total_bytes))
     chosen, spare = [], []
     for way, place in found:
@@ -216,8 +216,9 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     return sorted(ways, key=lambda way: way.cost)
 
 
-def _way(options, changed, total, total_sequences, halvings) -> Way:
-    flags, price, cost = [], [], 0.0
+def _way(options: PlanOptions, plan: Plan, total_sequences: int, halvings: int) -> Way:
+    """The Way from what these options say to a plan that fits, whose B was halved that often."""
+    changed, flags, price, cost = plan.options, [], [], 0.0
     if changed.B != options.B:
         flags.append(f"-b {changed.B} -d {total_sequences * options.T * options.ranks}")
         price.append(f"{total_sequences // changed.B} micro-steps a step")
@@ -237,11 +238,10 @@ def _way(options, changed, total, total_sequences, halvings) -> Way:
         cost += WAITING_COST
     if changed.offload_optimizer != options.offload_optimizer:
         flags.append("--offload-optimizer")
-        mib = Plan(changed).optimizer_bytes // MIB
-        price.append(f"{mib} MiB of host memory for each process, which each update moves over the bus twice")
+        price.append(f"{plan.optimizer_bytes // MIB} MiB of host memory for each process, which each update moves over the bus twice")
         cost += 100 * BUS_FLOPS * optimizer_traffic(options) / 2 / step_cost(options, total_sequences // options.B).flops
     if changed.optimizer_state != options.optimizer_state:
         flags.append("--optimizer-state bf16")
         price.append("m and v are rounded")
         cost += BF16_STATE_COST
-    return Way(" ".join(flags), total, "; ".join(price), cost)
+    return Way(" ".join(flags), plan.total_bytes, "; ".join(price), cost)

@@ -19,10 +19,13 @@ from llmc.mfu import PEAKS
 
 ACTIVATION = {a.name: a for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS, *STREAM)}
 PARAMETER = {p.name: p for p in PARAMETERS}
-# tensors of the stream that are moved outside the blocks: the encoder reads and writes one, and reads its gradient; lnf reads and writes
-# one, and of the residual's gradient, which is zeroed first, backward reads three and writes one; the head reads lnf for the logits and for
-# its weight's gradient, and writes lnf's gradient
-ENCODER_PASSES, LNF_PASSES, HEAD_PASSES = 2 + 1, 2 + 1 + 4, 2 + 1
+# what is moved outside the blocks, how often in (forward, backward). Of the stream: the encoder reads and writes a tensor, and reads its
+# gradient; lnf reads and writes one, and of the residual's gradient, which is zeroed first, backward reads three and writes one; the head
+# reads lnf for the logits and for its weight's gradient, and writes lnf's gradient
+ENCODER_PASSES, LNF_PASSES, HEAD_PASSES = (2, 1), (2, 1 + 4), (1, 2)
+LOGITS_PASSES = (2, 3)  # written and read; overwritten by their gradient, which is read twice
+WTE_PASSES, WTE_GRADIENT_PASSES = (1, 1), (0, 2)  # of each chunk of the head
+HEAD_MATMULS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +111,20 @@ def _fp8_bytes(o, sizes, stage) -> int:
 
 
 def _head(o, sizes) -> tuple[int, int]:
-    """Embedding, last layernorm and classifier, both ways. Logits are written, read, overwritten by their gradient, and read twice."""
+    """Embedding, last layernorm and classifier: FLOPs and bytes, of forward alone where nothing is trained."""
+
+    def times(passes) -> int:
+        forward, backward = passes
+        return forward + backward if o.trains else forward
+
     element, grad = DTYPE_BYTES[o.precision], DTYPE_BYTES[o.gradients]
     rows, C, w = o.B * o.T, o.config.channels, sizes["w"]
-    own_rows = rows // o.tensor_parallel
+    own_rows = rows // o.tensor_parallel  # lnf's are this part's alone
     chunks = -(-rows // head_chunk_rows(o))
-    if not o.trains:  # encoder and lnf each read and write a tensor of the stream, the head reads one; logits are written and read
-        stream = (2 * rows + 2 * own_rows + rows) * C * element
-        return prod(resolve("2 B T w C", sizes)), 2 * rows * w * element + chunks * element * w * C + stream
-    logits = 5 * rows * w * element
-    weight = chunks * (2 * element + 2 * grad) * w * C
-    stream = (ENCODER_PASSES * rows + LNF_PASSES * own_rows + HEAD_PASSES * rows) * C * element  # lnf's rows are this part's alone
-    return prod(resolve("6 B T w C", sizes)), logits + weight + stream
+    stream = ((times(ENCODER_PASSES) + times(HEAD_PASSES)) * rows + times(LNF_PASSES) * own_rows) * C * element
+    logits = times(LOGITS_PASSES) * rows * w * element
+    weight = chunks * (times(WTE_PASSES) * element + times(WTE_GRADIENT_PASSES) * grad) * w * C
+    return times(HEAD_MATMULS) * 2 * rows * w * C, stream + logits + weight
 
 
 def _update_bytes(o) -> int:

@@ -67,7 +67,7 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """Everything that we allocate on the device, and what library calls allocate there temporarily."""
-        arenas = sum(n_bytes for arena, n_bytes in self.arenas.items() if not self.on_host(arena))
+        arenas = sum(self.arenas.values()) - self.arena_bytes_on_host
         return arenas + self.library_bytes + (self.checkpoint_bytes if self.options.device == "cpu" else 0)
 
     @property
@@ -78,8 +78,10 @@ class Plan:
         The parts of the activation arena take turns in the same bytes. Each byte counts for the first of kept, shared, head, gathered
         and scratch that ever uses it, and gaps count for scratch, so the parts add up to what is allocated.
         """
-        a, optimizer = self.arenas, 0 if self.options.offload_optimizer else self.optimizer_bytes
-        columns = {"parameters": a["parameters"], "gradients": a.get("gradients", 0), "optimizer": optimizer}
+        a = self.arenas
+        columns = {
+            "parameters": a["parameters"], "gradients": a.get("gradients", 0), "optimizer": self.optimizer_bytes - self.arena_bytes_on_host,
+        }  # fmt: skip
         ranges, covered = [], 0
         for part, purposes in ARENA_PARTS.items():
             if part == "gathered" and self.options.world == 1:
@@ -93,8 +95,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory, which is not in the total."""
-        optimizer = self.optimizer_bytes if self.options.offload_optimizer else 0
-        return self.residual_bytes + optimizer + (self.checkpoint_bytes if self.options.device == "cuda" else 0)
+        return self.residual_bytes + self.arena_bytes_on_host + (self.checkpoint_bytes if self.options.device == "cuda" else 0)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -104,6 +105,11 @@ class Plan:
     def on_host(self, arena: str) -> bool:
         """Whether an arena lies in pinned host memory, which a GPU reads and writes over the bus."""
         return self.options.offload_optimizer and arena in OPTIMIZER_ARENAS
+
+    @property
+    def arena_bytes_on_host(self) -> int:
+        """What those arenas take."""
+        return sum(n_bytes for arena, n_bytes in self.arenas.items() if self.on_host(arena))
 
     @property
     def checkpoint_tensors(self) -> dict[str, tuple[int, str]]:
