@@ -233,7 +233,8 @@ def build(run: Run):
     s, world, backend, plan = run.settings, run.world, run.backend, run.plan
     open_data(run)  # first: a missing file should not cost the time to build a model
     resumes = run.resume_step is not None
-    print(*run.notes, *notes(s, plan.options, run.grad_accum_steps, has_tokenizer=run.tokenizer is not None, resumes=resumes), sep="\n")
+    told_of = notes(s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=run.tokenizer is not None, resumes=resumes)
+    print(*run.notes, *told_of, sep="\n")
     refuse_too_large(run)
     print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
     if s.log_gpu_every > 0:
@@ -322,7 +323,7 @@ def encode_prompt(s: Settings, tokenizer, shard: str) -> list[int]:
     tokens = tokenizer.encode(s.prompt, like=data.read(0, min(TOKENS_TO_TELL, data.num_tokens)).tolist())
     if len(tokens) + 2 > s.sample_length:
         raise UserError(
-            f"--prompt has {len(tokens)} tokens, so with the end-of-text before it -g {s.sample_length} leaves none to generate; "
+            f"--prompt and the end-of-text before it are {len(tokens) + 1} tokens, which leaves none of -g {s.sample_length} to generate; "
             "use a larger -g, or a shorter prompt"
         )
     return tokens
@@ -512,7 +513,7 @@ def step_ahead(run: Run, clock: StepClock, step: int, before: LaunchedStep | Non
     if may_skip(run.settings):  # "skipping update" of this step is printed at once, and belongs after the line of the step before
         finish_step(run, clock, before)
         before = None
-    run.world.progress(f"step {step}")
+    run.world.progress(f"step {step + 1}")  # as its line counts
     try:
         launched = launch_step(run, clock, step)
     except BaseException:  # the step before is done and is logged if possible; the error to tell is this one
@@ -643,6 +644,9 @@ def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
     agree_to_stop(run)  # one of these files may have failed
     if run.stop.agreed:
         end_on_failure(run)
+        if step < run.max_steps:
+            kept = run.checkpoints.kept() if run.settings.output_dir else "nothing is kept without -o, a folder for checkpoints"
+            print("; ".join(filter(None, (f"stopped at step {step} of {run.max_steps}", kept))), flush=True)
     return run.stop.lost_output
 
 
@@ -812,7 +816,7 @@ def end_on_failure(run: Run):
     world, error = run.world, run.stop.error
     speaker = smallest(world, world.rank if error else world.num_processes)
     if speaker == world.rank:
-        kept = run.checkpoints.kept()
+        kept = run.checkpoints.kept("once that is mended, ")
         raise UserError(f"{error}; {kept}") if kept else error
     if speaker < world.num_processes:
         raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)

@@ -78,8 +78,8 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 
-def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: bool, resumes: bool):
-    """Lines about what a user may not expect of these flags."""
+def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):
+    """Lines about what a user may not expect of these flags. max_steps: those of -x, or of an epoch."""
     config = o.config
     if padded := -config.num_heads % s.tensor_parallel:
         yield (
@@ -116,6 +116,10 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, *, has_tokenizer: 
         yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
     if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
         yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
+    elif s.warmup_steps >= max_steps > 0:
+        yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
+    if s.sample_every > 0 and s.sample_length < 2:
+        yield f"note: -g {s.sample_length} leaves nothing to generate after the end-of-text that samples start with; -s 0 prints none"
     if o.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
         yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
     if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):

@@ -305,18 +305,18 @@ def check_forms(s: Settings, precision: str, kind: str):
     for wish, asked in (("--master bits16", s.master == "bits16"), ("--grad-dtype bf16", s.grad_dtype == "bf16")):
         if asked and precision == "fp32":
             raise UserError(f"{wish} is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
-    if s.offload_residual and kind != "cuda":
-        raise UserError("--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU; leave it out")
-    if s.offload_optimizer and kind != "cuda":
-        raise UserError("--offload-optimizer moves m, v and the master from a GPU to host memory, and this run is on a CPU; leave it out")
-    if s.gelu_fusion and kind != "cuda":
-        raise UserError(f"-ge {s.gelu_fusion} fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0: the same function")
-    if s.attention != "auto" and kind != "cuda":
-        raise UserError(f"--attention {s.attention} is a GPU's, and this run is on a CPU, which has one of its own; leave it out")
+    here = "this plan is for a CPU; name a card with --memory-budget, or" if s.plan else "this run is on a CPU;"
+    for wish, asked, what in (
+        ("--offload-residual", s.offload_residual, "moves residuals from a GPU to host memory"),
+        ("--offload-optimizer", s.offload_optimizer, "moves m, v and the master from a GPU to host memory"),
+        (f"-ge {s.gelu_fusion}", s.gelu_fusion, "fuses GELU into matmuls of a GPU"),
+        (f"--attention {s.attention}", s.attention != "auto", "is a GPU's"),
+        (f"--matmul {s.matmul}", s.matmul not in ("auto", *CPU_MATMULS), "is a GPU's"),
+    ):
+        if asked and kind != "cuda":
+            raise UserError(f"{wish} {what}, and {here} leave it out")
     if s.matmul in CPU_MATMULS and kind == "cuda":
         raise UserError(f"--matmul {s.matmul} is a CPU's, and this run is on a GPU; leave it out")
-    if s.matmul not in ("auto", *CPU_MATMULS) and kind != "cuda":
-        raise UserError(f"--matmul {s.matmul} is a GPU's, and this run is on a CPU; leave it out")
     if s.matmul == "widened" and precision == "fp32":
         raise UserError("--matmul widened is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if s.matmul == "numba" and s.kernels != "numba":

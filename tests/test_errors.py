@@ -272,7 +272,7 @@ FLAGS = {
     "rank 2 of 2": ("-pn 2 -pr 2 -pi tcp", "-pr 2: with 2 processes ranks go from 0 to 1"),
     "tcp without a server": ("-pn 2 -pi tcp", "-pi tcp: there is no -ps"),
     "a folder that is not there to meet in": ("-pn 2 -pi fs -pp nowhere", "-pp nowhere: no such folder"),
-    "GELU fusion": ("-ge 1", "-ge 1 fuses GELU into matmuls of a GPU, and this run is on a CPU; use -ge 0"),
+    "GELU fusion": ("-ge 1", "-ge 1 fuses GELU into matmuls of a GPU, and this run is on a CPU; leave it out"),
     "a GPU's attention": ("--attention flash", "--attention flash is a GPU's, and this run is on a CPU"),
     "a GPU's matmuls": ("--matmul cublaslt", "--matmul cublaslt is a GPU's, and this run is on a CPU; leave it out"),
     "matmuls without their kernels": (
@@ -297,7 +297,9 @@ FLAGS = {
     "offload on a CPU": ("--offload-residual", "--offload-residual moves residuals from a GPU to host memory, and this run is on a CPU"),
     "offload on a CPU, planned": ("--offload-residual --plan", "--offload-residual moves residuals from a GPU to host memory"),
     "optimizer off a CPU": ("--offload-optimizer", "--offload-optimizer moves m, v and the master from a GPU to host memory"),
-    "optimizer off a CPU, planned": ("--offload-optimizer --plan", "--offload-optimizer moves m, v and the master", "leave it out"),
+    "optimizer off a CPU, planned": (
+        "--offload-optimizer --plan", "--offload-optimizer moves", "this plan is for a CPU; name a card with --memory-budget, or"
+    ),
     "a master and none": ("--master fp32 -w 0", "--master fp32 -w 0: one asks for master weights and the other for none"),
     "master bits and none": ("--master bits16 -w 0", "--master bits16 -w 0: one asks for master weights and the other for none"),
     "master bits of fp32 weights": ("--master bits16", "--master bits16 is for a bf16 model, and this one is fp32"),

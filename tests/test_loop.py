@@ -629,7 +629,7 @@ def test_a_prompt_is_text_of_the_data_s_tokenizer(case, tmp_path):
     common = (*inputs(case)[:4], "-e d6 --precision fp32", sizes, "--tokenizer", tokenizer, "--prompt", prompt)
     assert re.search(f"generating:\n---\n{prompt}.+\n---", ran(*common, "-g 18"))
     for argv, sentence in (
-        ((*common, "-g 17"), "--prompt has 16 tokens, so with the end-of-text before it -g 17 leaves none to generate; use a larger -g"),
+        ((*common, "-g 17"), "--prompt and the end-of-text before it are 17 tokens, which leaves none of -g 17 to generate; use a larger"),
         ((*inputs(case), sizes, "--prompt", prompt), "--prompt needs the tokenizer that the data were made with"),
     ):
         refused = run(*argv)
@@ -918,5 +918,5 @@ def test_a_rank_says_what_it_begins_before_it_begins_it(case, monkeypatch):
     ran(*inputs(case), "-b 4 -t 32 -d 256 -x 2 -v 2 -m 1 -s 2 -g 3", after_step=lambda done: said.append(f"done {done}"))
     assert said[:3] == ["planning", "opening the data", "building the model"]
     steps = [what for what in said if re.fullmatch(r"(step|done) \d+", what)]
-    assert steps == ["step 0", "done 1", "step 1", "done 2"]  # as main.log counts them
+    assert steps == ["step 1", "done 1", "step 2", "done 2"]  # as the printed lines count them
     assert "step 0, validate, call 0" in said and said[-1] == "step 2, sample, call 1"

@@ -21,8 +21,9 @@ def planned(flags="", kind="cuda", config=D12, processes=1, precision="bf16"):
     return settings, plan_options(settings, config, precision, kind, World(num_processes=processes))
 
 
-def said(flags="", *, steps=1, has_tokenizer=True, resumes=False, **planned_for) -> list[str]:
-    return list(notes(*planned(flags, **planned_for), steps, has_tokenizer=has_tokenizer, resumes=resumes))
+def said(flags="", *, steps=1, max_steps=100, has_tokenizer=True, resumes=False, **planned_for) -> list[str]:
+    """The notes of a run of max_steps steps, of as many micro-steps as `steps`."""
+    return list(notes(*planned(flags, **planned_for), steps, max_steps, has_tokenizer=has_tokenizer, resumes=resumes))
 
 
 def rows(out) -> dict[str, str]:
@@ -82,6 +83,20 @@ def test_sums_of_every_micro_step_are_noted_where_another_setting_would_send_les
 def test_each_note_is_said_where_it_is_true(tmp_path, monkeypatch, flags, sentence):
     monkeypatch.chdir(tmp_path)
     assert said(flags) == [sentence]
+
+
+def test_a_warmup_as_long_as_the_run_is_noted():
+    """A run of one epoch has as many steps as its data; one that trains nothing has no learning rate."""
+    sentence = "note: -u 100 warms up over all of the 100 steps: the learning rate only rises"
+    assert said("-u 100") == [sentence] and said("-u 100 -k wsd", max_steps=101) == []
+    assert sentence not in said("-u 100 -x 0", max_steps=0)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_samples_of_nothing_are_noted(length):
+    note = f"note: -g {length} leaves nothing to generate after the end-of-text that samples start with; -s 0 prints none"
+    assert said(f"-g {length}") == [note]
+    assert said("-g 2") == said(f"-g {length} -s 0") == []
 
 
 @pytest.mark.parametrize("flags", ["-o log", "-n 5", ""])

@@ -153,6 +153,17 @@ def test_the_list_of_tensors_has_every_number_of_every_row():
     assert text.startswith("tensors of the plan: L=5 NH=5 C=35 V=101, B=3 T=7, bf16, on cpu") and "-r 4" in text.splitlines()[0]
 
 
+def test_tensors_say_which_arenas_are_in_host_memory():
+    """Of a GPU's run: what --offload-optimizer moves there, and the copy that --async-checkpoint writes from."""
+    for off, beside in product((False, True), repeat=2):
+        plan = Plan(PlanOptions(ODD, 3, 7, device="cuda", offload_optimizer=off, async_checkpoint=beside))
+        on_host = {row["arena"] for row in tensor_rows(plan) if row["on_host"]}
+        assert on_host == {*(("m", "v", "master") if off else ()), *(("checkpoint",) if beside else ())}
+        assert {line.split(" (host)")[0] for line in tensors_table(plan).splitlines() if " (host)" in line} == on_host
+        assert sum(row["bytes"] for row in tensor_rows(plan) if row["on_host"]) == plan.host_bytes
+    assert not any(row["on_host"] for row in tensor_rows(Plan(PlanOptions(ODD, 3, 7, device="cpu", async_checkpoint=True))))
+
+
 # ----------------------------------------------------------------------------
 # JSON
 

@@ -140,6 +140,7 @@ def test_stopped_crashed_and_straight_runs_write_the_same_bytes(case, tmp_path, 
     ran(*argv, "-o", straight)
     out = ran(*argv, "-o", broken, "-y 1", after_step=stop_at(3))
     assert "SIGTERM: finishing this step" in out and "-y 1: no complete checkpoint in" in out and steps_in(broken) == [3]
+    assert out.endswith(f"stopped at step 3 of 10; step 3 is kept in {broken}: -y 1 goes on there\n")
     with pytest.raises(Crash):
         run(*argv, "-o", broken, "-y 1", after_step=crash_at(7))
     assert steps_in(broken) == [3, 5]
@@ -342,6 +343,7 @@ def test_without_o_a_signal_ends_the_run_after_the_step_and_writes_nothing(case,
     monkeypatch.chdir(tmp_path)
     out = ran(*inputs(case), "-b 4 -t 32 -x 9 -n 2", QUIET, after_step=stop_at(4, number))
     assert len(losses(out)) == 4 and "Writing" not in out and "total average iteration time" in out and not list(tmp_path.iterdir())
+    assert out.endswith("stopped at step 4 of 9; nothing is kept without -o, a folder for checkpoints\n")
 
 
 def test_a_signal_during_the_last_evaluation_still_leaves_a_checkpoint_and_a_log_in_order(case, tmp_path):

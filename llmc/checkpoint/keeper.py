@@ -116,8 +116,9 @@ class Checkpoints:
                 with self._kept_told():
                     rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
-    def kept(self) -> str:
-        """Where a run that cannot go on may be resumed once its error is mended, for the sentence that it ends with; empty if nowhere."""
+    def kept(self, when: str = "") -> str:
+        """Where a run that ends early may be resumed, and when ("once that is mended, "), for the sentence that it ends with; empty if
+        nowhere."""
         folder = self._settings.output_dir
         if self.newest is None or not os.path.exists(done_path(folder, self.newest)):
             return ""
@@ -126,7 +127,7 @@ class Checkpoints:
         except UserError:  # the sentence is about something else that the disk did before
             return ""
         unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest > self.newest else ""
-        return f"step {self.newest} is kept in {folder}: once that is mended, -y 1 goes on there{unless}"
+        return f"step {self.newest} is kept in {folder}: {when}-y 1 goes on there{unless}"
 
     @contextmanager
     def _kept_told(self):
@@ -134,7 +135,7 @@ class Checkpoints:
         try:
             yield
         except UserError as error:
-            raise UserError("; ".join(filter(None, (str(error), self.kept())))) from error
+            raise UserError("; ".join(filter(None, (str(error), self.kept("once that is mended, "))))) from error
 
     def disown(self) -> str:
         """The weights give no finite loss: a checkpoint that is not proven no longer counts, unless the run resumed from it; that one is

@@ -189,6 +189,5 @@ def check_permutations(state: LoaderState) -> None:
     orders = (state.shard_indices, state.current_shard_idx + 1), (state.intra_shard_indices, state.current_sample_idx)
     if any(place > len(order) or not np.array_equal(np.sort(order), np.arange(len(order))) for order, place in orders):
         raise UserError(
-            "the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged: "
-            f"{RESUME_FROM_ANOTHER}"
+            f"the checkpoint's data order is not a permutation of its shards and samples; its state file is damaged: {RESUME_FROM_ANOTHER}"
         )

@@ -213,13 +213,14 @@ def options_json(o: PlanOptions) -> dict:
 
 
 def tensor_rows(plan: Plan) -> list[dict]:
-    """Every tensor of the plan: arena, name, shape, dtype, bytes, place in its arena, and first and last stages of its lifetimes."""
+    """Every tensor of the plan: arena, whether that is host memory of a GPU's run, name, shape, dtype, bytes, place in its arena, and
+    first and last stages of its lifetimes."""
     rows = []
     for arena in plan.arenas:
         if arena == "activations":
             rows += [
-                {"arena": arena, "name": t.name, "purpose": t.purpose, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.nbytes,
-                 "offset": t.offset, "lives": [list(span) for span in t.spans]}
+                {"arena": arena, "on_host": False, "name": t.name, "purpose": t.purpose, "shape": list(t.shape), "dtype": t.dtype,
+                 "bytes": t.nbytes, "offset": t.offset, "lives": [list(span) for span in t.spans]}
                 for t in plan.tensors.values()
             ]  # fmt: skip
             continue
@@ -229,14 +230,14 @@ def tensor_rows(plan: Plan) -> list[dict]:
             whole = t.shape if shares == 1 else (t.elements,)
             shape = (t.layers, *whole) if t.parameter.per_layer else whole
             n_bytes = prod(shape) * DTYPE_BYTES[dtype]
-            rows.append({"arena": arena, "name": t.name, "purpose": arena, "shape": list(shape), "dtype": dtype, "bytes": n_bytes,
-                         "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
+            rows.append({"arena": arena, "on_host": plan.on_host(arena), "name": t.name, "purpose": arena, "shape": list(shape),
+                         "dtype": dtype, "bytes": n_bytes, "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
             offset += n_bytes
     offset = 0
     for name, (elements, dtype) in plan.checkpoint_tensors.items():
         n_bytes = elements * DTYPE_BYTES[dtype]
-        rows.append({"arena": "checkpoint", "name": name, "purpose": "checkpoint", "shape": [elements], "dtype": dtype, "bytes": n_bytes,
-                     "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
+        rows.append({"arena": "checkpoint", "on_host": plan.options.device == "cuda", "name": name, "purpose": "checkpoint",
+                     "shape": [elements], "dtype": dtype, "bytes": n_bytes, "offset": offset, "lives": [["start", "end"]]})  # fmt: skip
         offset += n_bytes
     return rows
 
@@ -245,8 +246,8 @@ def tensors_table(plan: Plan) -> str:
     """What --plan --tensors prints: the tensors in columns."""
     heads = ("arena", "name", "purpose", "shape", "dtype", "bytes", "offset", "lives from .. to")
     rows = [
-        (r["arena"], r["name"], r["purpose"], "x".join(map(str, r["shape"])), r["dtype"], str(r["bytes"]), str(r["offset"]),
-         ", ".join(first if first == last else f"{first} .. {last}" for first, last in r["lives"]))
+        (r["arena"] + " (host)" * r["on_host"], r["name"], r["purpose"], "x".join(map(str, r["shape"])), r["dtype"], str(r["bytes"]),
+         str(r["offset"]), ", ".join(first if first == last else f"{first} .. {last}" for first, last in r["lives"]))
         for r in tensor_rows(plan)
     ]  # fmt: skip
     lines = in_columns((heads, *rows), numbers=(5, 6))
