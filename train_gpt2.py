@@ -827,7 +827,7 @@ def refuse_numbers_lost(run: Run, step: int, found: str):
     kept = run.checkpoints.disown()
     advice = "look at the data and at the weights that it began with"
     if step > (run.resume_step or 0):  # an update may have brought it about
-        advice = f"lower -l, raise -u, {'' if may_skip(run.settings) else 'skip such updates with -sg, '}or {advice}"
+        advice = f"lower -l, raise -u, {'' if run.settings.skip_grad_z > 0 else 'skip such updates with -sg, '}or {advice}"
     end_alike(run, UserError("; ".join(filter(None, (f"step {step}: {found}", advice, kept)))), INPUT_CODE)
 
 

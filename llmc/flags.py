@@ -254,7 +254,7 @@ def parse(argv: list[str]) -> Settings:
                 raise UserError(f"{word}: {flag.title} is a switch and takes no value; say only --{flag.long}")
             values[flag] = True
         else:
-            values[flag] = _value(flag, next(words, None) if inline is None else inline)
+            values[flag] = _value(flag, _next_value(flag, words) if inline is None else inline)
     return Settings(**{flag.field: value for flag, value in values.items()})
 
 
@@ -344,6 +344,9 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
         raise UserError(
             f"unexpected {word!r}{after}: every option is a flag and one value; put a pattern such as 'data/*.bin' in quotes, or see --help"
         )
+    short, equals, inline = word.partition("=")
+    if short in BY_NAME and equals:
+        raise UserError(f"{word}: only a long flag takes its value after =; use {short} {inline} or --{BY_NAME[short].long}={inline}")
     from difflib import get_close_matches  # only a mistake needs it
 
     if name in NOT_NEEDED:
@@ -354,12 +357,21 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
     raise UserError(f"unknown flag {name}: " + (f"did you mean {near[0]}? " if near else "") + "--help lists them all")
 
 
-def _value(flag: Flag, text: str | None):
-    """The value of `flag` that `text` stands for; None means that the command line ended before it."""
-    hint = f"; {flag.hint}" if flag.hint else ""
+def _next_value(flag: Flag, words) -> str:
+    """The word after a flag. Raises UserError where there is none, or another flag."""
+    text = next(words, None)
     if text is None or text in BY_NAME:
         found = "the command line ends there" if text is None else f"the flag {text} follows"
-        raise UserError(f"{flag.title} needs a value, {flag.expected}, but {found}{hint}")
+        raise UserError(f"{flag.title} needs a value, {flag.expected}, but {found}{_hint(flag)}")
+    return text
+
+
+def _hint(flag: Flag) -> str:
+    return f"; {flag.hint}" if flag.hint else ""
+
+
+def _value(flag: Flag, text: str):
+    """The value of `flag` that `text` stands for."""
     if text in flag.also:
         return text
     try:
@@ -369,7 +381,7 @@ def _value(flag: Flag, text: str | None):
     if value is not None and flag.at_most is not None and value > flag.at_most:
         raise UserError(f"{flag.title} is {text}, but must be at most {flag.at_most}")
     if value is None or not _allowed(flag, value):
-        raise UserError(f"{flag.title} is {text!r}, but must be {flag.expected}{hint}")
+        raise UserError(f"{flag.title} is {text!r}, but must be {flag.expected}{_hint(flag)}")
     return value
 
 

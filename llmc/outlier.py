@@ -7,7 +7,7 @@ for the rest of the run, never enters; and after values that dwarfed all others,
 
 from math import isfinite, nan, sqrt
 
-from llmc.errors import UserError
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 
 WINDOW_SIZE = 128
 DWARFS = 1e6  # if the sum of squares has been this many times what it is now, digits are lost that subtracting does not restore
@@ -80,8 +80,8 @@ class OutlierDetector:
                 raise ValueError(f"{len(window)} values, the oldest at {index}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
-                f"{source} holds a damaged outlier window ({error!r}); expected up to {WINDOW_SIZE} hexadecimal floats and their sums, "
-                "resume from an older checkpoint"
+                f"{source} holds a damaged outlier window ({error!r}); expected up to {WINDOW_SIZE} hexadecimal floats and their sums; "
+                f"{RESUME_FROM_ANOTHER}"
             ) from error
         self._window, self._index, self._sum, self._sum_sq, self._undo = window, index, total, total_sq, None
         self._largest = largest

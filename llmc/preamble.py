@@ -93,8 +93,8 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         )
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
-    if s.recompute > 0 and not o.gelu_repeats:
-        yield f"note: with -ge {s.gelu_fusion} the GELU that -r {s.recompute} computes again is not the matmul's to the last bit"
+    if o.trains and o.recompute > 0 and not o.gelu_repeats:
+        yield f"note: with -ge {s.gelu_fusion} the GELU that -r {o.recompute} computes again is not the matmul's to the last bit"
     if o.matmul == "fp8":
         yield "note: --matmul fp8 has other bits and other losses than bf16; MFU stays relative to the bf16 peak"
     if not has_tokenizer and s.sample_every > 0:
@@ -103,7 +103,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
             "(python scripts/write_tokenizer.py makes one)"
         )
     if not o.trains:
-        yield "-x 0 trains nothing, so there is no memory for gradients, optimizer state or backward, whatever -r is"
+        yield "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
     if s.sequence_length < config.max_seq_len and o.trains:
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
     if s.checkpoint_every > 0 and not s.output_dir:

@@ -15,7 +15,7 @@ from llmc.checkpoint.store import extra_path, find_last_step, model_path, state_
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World, different_from_first, smallest
 from llmc.errors import RESUME_FROM_ANOTHER, RankLost, UserError
-from llmc.flags import FLAGS, Settings, refuse_contradictions
+from llmc.flags import BY_NAME, FLAGS, Flag, Settings, refuse_contradictions
 from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
@@ -388,7 +388,7 @@ def settle(
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
     if s.batch_size == "auto" and source.resume_step is not None:
-        if written := written_number(s, source, "B", None, at_least=1, expected="a number of sequences"):
+        if written := written_number(s, source, "B", BY_NAME["-b"], None):
             reason = f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"
             return replace(s, batch_size=written), [reason]
     if budget is None:
@@ -402,14 +402,15 @@ def settle(
     return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
 
 
-def written_number(s: Settings, source: Source, name: str, default: int | None, *, at_least: int, expected: str) -> int | None:
-    """What the run that wrote the checkpoint to resume from says of itself; `default` where it does not, as in llm.c's. Raises UserError
-    for what is no such number."""
+def written_number(s: Settings, source: Source, name: str, flag: Flag, default: int | None) -> int | None:
+    """What the run that wrote the checkpoint to resume from says that the value of a flag was, under `name`; `default` where it does not,
+    as in llm.c's. Raises UserError for what the flag would not take."""
     from llmc.checkpoint.state_file import read_extra
 
     path = extra_path(s.output_dir, source.resume_step, 0)
     value = read_extra(path).get(name, default)
-    if value is not default and (type(value) is not int or value < at_least):
+    if value is not default and (type(value) is not int or not flag.at_least <= value <= flag.at_most):
+        expected = f"a whole number from {flag.at_least} to {flag.at_most}"
         raise UserError(f"{path} says {name} {value!r}; expected {expected}, so it is damaged; {RESUME_FROM_ANOTHER}")
     return value
 
@@ -537,7 +538,7 @@ def settle_seed(s: Settings, source: Source) -> Settings:
     was asked for."""
     if source.resume_step is None:
         return s
-    seed = written_number(s, source, "seed", 0, at_least=0, expected="a number")  # llm.c's checkpoints have its seeds
+    seed = written_number(s, source, "seed", BY_NAME["--seed"], 0)  # llm.c's checkpoints have its seeds
     if s.seed not in (0, seed):
         raise UserError(
             f"--seed {s.seed}: the checkpoint of step {source.resume_step} in {s.output_dir} is of a run with --seed {seed}, "

@@ -596,6 +596,8 @@ RESUMES = {
     "extra's -b is a word, and to be taken": (extra_with('{"B": "four", "T": 32, "loss_outliers": {}, "norm_outliers": {}}'),
         "-b auto", EXTRA),
     "extra's -b is 0, and to be taken": (extra_with('{"B": 0, "T": 32, "loss_outliers": {}, "norm_outliers": {}}'), "-b auto", EXTRA),
+    "extra's -b is more than -b can be": (extra_with(f'{{"B": {2**31}, "T": 32, "loss_outliers": {{}}, "norm_outliers": {{}}}}'),
+        "-b auto", EXTRA, f"says B {2**31}; expected a whole number from 1 to {2**31 - 1}"),
     "extra's -b is negative, and to be taken": (extra_with('{"B": -4, "T": 32, "loss_outliers": {}, "norm_outliers": {}}'),
         "-b auto", EXTRA),
     "extra is cut, and its -b to be taken": (damaged(EXTRA, lambda raw: raw[: len(raw) // 2]), "-b auto", EXTRA, "is damaged"),

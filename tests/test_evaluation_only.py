@@ -75,6 +75,7 @@ def test_the_plan_has_weights_and_what_forward_and_a_sample_need(forms, level):
     assert plan.arenas["activations"] <= training.arenas["activations"]
     line = plan.stages[: plan.stages.index("head") + 1] + ("sample",)
     assert all(stage in line for t in plan.tensors.values() for span in t.spans for stage in span)
+    assert plan.tensors["residual3"].shape[0] == 2  # layers take turns, as no backward reads them again
     forward = {name for name, t in training.tensors.items() if any(first in line for first, _ in t.spans)}
     left_out = {"dwte_sum", "dwte_group", "gradient_share", "head_widened"}  # which the head and micro-steps need for gradients alone
     assert forward - left_out == plan.tensors.keys() - left_out and plan.tensors.keys() <= training.tensors.keys()
@@ -110,7 +111,7 @@ def test_the_program_says_the_same_with_a_fraction_of_the_memory(case, tmp_path,
     assert said[0] == said[1]
     found = [re.search(rf"{what}", out)[0] for what in (r"HellaSwag: .*", r"generating:\n---\n.*") for out in (only, first)]
     assert found[0] == found[1] and found[2] == found[3]
-    assert "-x 0 trains nothing, so there is no memory for gradients" in only and "parameter gradients" not in only
+    assert "-x 0 trains nothing: no memory is planned for gradients" in only and "parameter gradients" not in only
     record = json.loads((tmp_path / "log" / "memory.json").read_text())
     assert record["plan"]["arenas"].keys() == {"parameters", "activations"} and record["plan"]["options"]["trains"] is False
 

@@ -110,6 +110,10 @@ def test_every_spelling_reads_the_same_value(name, text, value):
         assert parse(argv) == Settings(**{flag.field: value})
 
 
+def test_a_value_after_an_equals_sign_may_be_a_flag_s_name():
+    assert parse(["--output-dir=-s", "--prompt=--help"]) == Settings(output_dir="-s", prompt="--help")
+
+
 def test_a_command_line_written_for_llmc_runs_unchanged():
     """scripts/run_gpt2_124M.sh of llm.c, as its shell would pass it."""
     settings = parse(shlex.split(
@@ -161,6 +165,8 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["--flash", "1"], "unknown flag --flash: did you mean --attention?"),
         (["--grad_clip", "1"], "unknown flag --grad_clip: gradients are always clipped to a norm of 1, as llm.c clips them; leave it out"),
         (["-help"], "did you mean --help?"),
+        (["-o=log"], "-o=log: only a long flag takes its value after =; use -o log or --output-dir=log"),
+        (["-x=10", "-b", "4"], "-x=10: only a long flag takes its value after =; use -x 10 or --max-steps=10"),
         (["-lr", "1e-3"], "did you mean -l?"),
         (["-B", "4"], "unknown flag -B"),
         (["--zzzzzzzzzz"], "unknown flag --zzzzzzzzzz: --help lists them all"),

@@ -99,6 +99,12 @@ def test_samples_of_nothing_are_noted(length):
     assert said("-g 2") == said(f"-g {length} -s 0") == []
 
 
+@pytest.mark.parametrize("flags", ["-x 0 -ge 1 -r 2", "-x 0 -b 1 -d 8192", "-x 0 -u 200", "-x 0 -t 64"])
+def test_nothing_is_noted_of_training_where_there_is_none(flags):
+    sentence = "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
+    assert said(flags, steps=4, max_steps=0, processes=2) == [sentence]
+
+
 @pytest.mark.parametrize("flags", ["-o log", "-n 5", ""])
 def test_room_for_checkpoints_that_nothing_writes_is_noted(flags):
     """They need both: how often, and where to."""
@@ -126,7 +132,7 @@ def test_checkpoints_of_an_earlier_run_are_noted_where_a_run_begins_anew(tmp_pat
 
 
 def test_logs_of_an_earlier_run_are_noted_where_nothing_is_trained(tmp_path):
-    memory = "-x 0 trains nothing, so there is no memory for gradients, optimizer state or backward, whatever -r is"
+    memory = "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
     assert said(f"-o {tmp_path} -x 0") == [memory]
     (tmp_path / "main.log").write_text("s:0 tel:4.0000\n")
     assert said(f"-o {tmp_path} -x 0") == [memory]  # another evaluation, which this one replaces

@@ -205,7 +205,7 @@ def test_a_seed_gives_another_order_and_rounding_and_a_resumed_run_keeps_it(case
         assert result.code == 2 and f"--seed {seed}: the checkpoint of step 2 in {folder} is of a run with --seed {has}, and" in result.err
     extra = stopped / "extra_00000002_00000.json"
     good = extra.read_text()
-    for damaged in ('"3"', "-1", "null"):
+    for damaged in ('"3"', "-1", "null", "65536"):
         extra.write_text(good.replace('"seed": 3', f'"seed": {damaged}'))
         result = run(*argv, "-x 4 -y 1 -o", stopped)
         assert result.code == 2 and f"{extra} says seed " in result.err

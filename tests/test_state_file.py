@@ -1,6 +1,5 @@
 """The state file and its JSON companion, the debug state: bytes built by hand, and every way they can be wrong."""
 
-import math
 import os
 import struct
 
@@ -143,15 +142,11 @@ def test_a_state_of_another_rank_or_another_model_is_refused(tmp_path):
 
 
 def test_extra_values_come_back_exactly(tmp_path):
-    """Floats to the last bit, nan, infinities and minus zero; everything else as json has it."""
+    """As json has them: numbers of any length, and any name that a shard may have."""
     path = tmp_path / "e.json"
-    window = [0.1, 1 / 3, 5e-324, -0.0, math.pi * 1e300, float("inf"), float("-inf")]
-    values = {"loss_window": window, "z": float("nan"), "n": 2**70, "nested": {"on": True, "none": None, "name": "float", "empty": []}}
+    values = {"n": 2**70, "nested": {"on": True, "none": None, "name": "float:0.bin", "empty": []}, "shards": [["\udcff é", 3]]}
     write_extra(path, values)
-    read = read_extra(path)
-    assert math.isnan(read.pop("z")) and math.isnan(values.pop("z"))
-    assert read == values and math.copysign(1, read["loss_window"][3]) == -1
-    assert [type(v) for v in read["loss_window"]] == [float] * len(window) and type(read["n"]) is int
+    assert read_extra(path) == values and type(read_extra(path)["n"]) is int
 
 
 def test_a_checkpoint_of_llmc_has_no_extra(tmp_path):
@@ -159,9 +154,9 @@ def test_a_checkpoint_of_llmc_has_no_extra(tmp_path):
     assert read_extra(tmp_path / "e.json") == {}
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1, 2]", b'{"a": "float:zzz"}', b"\xff\xfe\x00", b'{"a": "float:0x1p99999"}'])
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1, 2]", b"\xff\xfe\x00", b"[" * 99999])
 def test_a_damaged_extra_is_refused(tmp_path, content):
-    """Half a file, another file, an impossible number."""
+    """Half a file, another file, one that nests without end."""
     path = tmp_path / "e.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match="e.json is damaged"):

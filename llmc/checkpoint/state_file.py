@@ -172,25 +172,22 @@ def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
     return np.frombuffer(file.read(4 * int.from_bytes(raw, "little")), "<i4"), end
 
 
-FLOAT = "float:"  # "float:0x1.8p+0": json's own floats have no nan, and hex is exact by construction
-
-
 def write_extra(path, values: dict) -> None:
-    """Write plain values (dict, list, str, int, bool, None, float) as JSON, whole or not at all; floats exactly, nan and inf too.
+    """Write plain values as JSON, whole or not at all. Numbers are whole; what has others writes them as text of its own.
 
-    Raises UserError where the disk is full or denies the write; AssertionError or TypeError for values that would not come back equal.
+    Raises UserError where the disk is full or denies the write.
     """
-    write_atomically(path, [json.dumps(encode(values), indent=1, allow_nan=False).encode()], doing="writing the state")
+    write_atomically(path, [json.dumps(values, indent=1, allow_nan=False).encode()], doing="writing the state")
 
 
 def read_extra(path) -> dict:
     """What write_extra wrote; {} where there is no file, as in a checkpoint of llm.c. Raises UserError when it is damaged."""
     try:
         with open(path, "rb") as file:
-            values = decode(json.loads(file.read()))
+            values = json.loads(file.read())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged_extra(path, error) from None
     if not isinstance(values, dict):
         raise damaged_extra(path, f"it holds a {type(values).__name__}")
@@ -200,27 +197,3 @@ def read_extra(path) -> dict:
 def damaged_extra(path, reason) -> UserError:
     """The error for an extra file that is wrong in any way."""
     return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file; {RESUME_FROM_ANOTHER}")
-
-
-def encode(value):
-    """The value with every float as a string."""
-    if isinstance(value, dict):
-        assert all(isinstance(key, str) for key in value), "json turns every key into a string"
-        return {key: encode(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encode(v) for v in value]
-    if isinstance(value, float):
-        return FLOAT + value.hex()
-    assert not (isinstance(value, str) and value.startswith(FLOAT)), f"{value!r} would come back as a number"
-    return value
-
-
-def decode(value):
-    """The inverse of encode; tuples stay lists."""
-    if isinstance(value, dict):
-        return {key: decode(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [decode(v) for v in value]
-    if isinstance(value, str) and value.startswith(FLOAT):
-        return float.fromhex(value[len(FLOAT) :])
-    return value

@@ -226,6 +226,8 @@ def _sample_rows(o: PlanOptions):
 
 
 def residual_slots(o: PlanOptions) -> tuple[int, ...]:
-    """For every layer, which slot of the tensor residual3 its output takes."""
+    """For every layer, which slot of the tensor residual3 its output takes. Where no backward comes, layers take turns in two."""
     L = o.config.num_layers
+    if not o.trains:
+        return tuple(l % 2 for l in range(L))
     return tuple(offload_slot(l) if o.offload_residual else segments(o.recompute, L).slot(l) for l in range(L))

@@ -50,7 +50,7 @@ class PlanOptions:
         """These options for a run that trains nothing: without all that is only for training, at the level that keeps least."""
         return replace(
             self, trains=False, recompute=max(NOT_KEPT), master="none", optimizer_state="fp32", grad_dtype="", offload_residual=False,
-            offload_optimizer=False, keep_gathered=False, async_checkpoint=False,
+            offload_optimizer=False, keep_gathered=False, async_checkpoint=False, reduce_every_micro_step=False,
         )  # fmt: skip
 
     @property

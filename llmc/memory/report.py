@@ -30,6 +30,11 @@ LEGEND = {
     "library": "what attention returns in memory of its own, freed at once",
     "checkpoint": "the copy from which a checkpoint is written beside training",
 }
+LEGEND_OF_EVALUATION = LEGEND | {
+    "kept": "activations that pass from layer to layer",
+    "shared": "activations that all layers take turns in, on top of it",
+    "scratch": "working room of layers and sampling, on top of that",
+}
 
 
 def allocation_lines(plan: Plan) -> list[str]:
@@ -133,14 +138,15 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
     sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network and options.trains else []
     title = f"memory plan in MiB: {describe(options)}"
-    return "\n".join([title, "", *lines, "", *legend(columns), "", *_footer(options, asked, budget), *sent])
+    return "\n".join([title, "", *lines, "", *legend(columns, options.trains), "", *_footer(options, asked, budget), *sent])
 
 
-def legend(columns) -> list[str]:
+def legend(columns, trains: bool = True) -> list[str]:
     """A line for each of these columns of the plan's table whose name does not say what it means."""
-    names = [name for name in columns if name in LEGEND]
+    meanings = LEGEND if trains else LEGEND_OF_EVALUATION
+    names = [name for name in columns if name in meanings]
     width = max(map(len, names))
-    return [f"{name.ljust(width)}  {LEGEND[name]}" for name in names]
+    return [f"{name.ljust(width)}  {meanings[name]}" for name in names]
 
 
 def _footer(options, row, budget) -> list[str]:
