@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import isfinite
@@ -149,8 +149,8 @@ class Run:
     record: MemoryRecord = None
     model: "GPT2" = None
     checkpoints: "Checkpoints" = None
-    loss_outliers: OutlierDetector = None
-    norm_outliers: OutlierDetector = None
+    loss_outliers: OutlierDetector = field(default_factory=OutlierDetector)
+    norm_outliers: OutlierDetector = field(default_factory=OutlierDetector)
     last_batch: tuple | None = None  # inputs and targets that were trained on last
     stop: StopRequest = None
     log: Logger = None
@@ -160,6 +160,11 @@ class Run:
     def resume_step(self) -> int | None:
         """Of the checkpoint that it goes on from, if any."""
         return self.source.resume_step
+
+    @property
+    def log_folder(self) -> str | None:
+        """Where this rank writes logs, if it does: rank 0 does."""
+        return self.settings.output_dir if self.world.rank == 0 else None
 
 
 def open_run(s: Settings, until_end: ExitStack) -> Run:
@@ -229,42 +234,27 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
 
 
 def build(run: Run):
-    """Add to an opened run its data, its files and the model, printing llm.c's allocation lines on the way."""
-    s, world, backend, plan = run.settings, run.world, run.backend, run.plan
-    open_data(run)  # first: a missing file should not cost the time to build a model
-    resumes = run.resume_step is not None
-    told_of = notes(s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=run.tokenizer is not None, resumes=resumes)
+    """Add to an opened run its data, the model and its files. What can be refused is refused before anything that takes time."""
+    s, world, plan = run.settings, run.world, run.plan
+    open_data(run)
+    checkpoint = None if run.resume_step is None else open_checkpoint(run)
+    told_of = notes(
+        s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=run.tokenizer is not None, resumes=checkpoint is not None
+    )
     print(*run.notes, *told_of, sep="\n")
     refuse_too_large(run)
     print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
     if s.log_gpu_every > 0:
-        device_line(backend)  # learn now, not after -lg steps, that there is nothing to ask
-    folder = s.output_dir if world.rank == 0 else None
+        device_line(run.backend)  # learn now, not after -lg steps, that there is nothing to ask
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
-
     world.progress("building the model")
-    if plan.options.kernel_set == "numba":
-        from llmc.rehearsal import compile_kernels
-
-        start = time.perf_counter()
-        compile_kernels(plan.options)
-        if (seconds := time.perf_counter() - start) > 2:
-            print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
-        world.moved()
-    run.record = MemoryRecord(folder, plan, s, backend)
+    compile_kernels(run)
     build_model(run)
-    more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
-    print(*usage_lines(plan, *backend.memory_bytes(), more_bytes), sep="\n", flush=True)
-    run.record.phase("build", 0)
-    run.loss_outliers, run.norm_outliers, run.last_batch = OutlierDetector(), OutlierDetector(), None
-    if resumes:
+    if checkpoint:
         world.progress("resuming")
-        resume(run)
-        run.record.phase("resume", run.resume_step)
-    run.stop = stop = StopRequest(alone=world.num_processes == 1)
-    run.log, run.speed_log = (Logger(folder, run.resume_step, name, stop.cannot_go_on) for name in (LOG_NAME, SPEED_NAME))
-    run.record.go_ahead(stop.cannot_go_on)
+        resume(run, *checkpoint)
+    open_logs(run)
     world.wait_for_all("the start of training")
 
 
@@ -352,9 +342,23 @@ def refuse_too_large_for_host(plan: Plan, host_bytes: int):
     )
 
 
+def compile_kernels(run: Run):
+    """Have numba's kernels compiled, where they run, and say so if that takes long."""
+    if run.plan.options.kernel_set != "numba":
+        return
+    from llmc.rehearsal import compile_kernels as compile_all
+
+    start = time.perf_counter()
+    compile_all(run.plan.options)
+    if (seconds := time.perf_counter() - start) > 2:
+        print(f"compiled numba's kernels: {seconds:.0f} s", flush=True)
+    run.world.moved()
+
+
 def build_model(run: Run):
-    """Allocate the plan, fill in the weights, and make room for checkpoints."""
-    plan = run.plan
+    """Allocate the plan, fill in the weights, and make room for checkpoints; prints llm.c's allocation lines."""
+    plan, backend = run.plan, run.backend
+    run.record = MemoryRecord(run.log_folder, plan, run.settings, backend)
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.keeper import Checkpoints
     from llmc.checkpoint.snapshot import load_weights
@@ -375,6 +379,9 @@ def build_model(run: Run):
     elif run.resume_step is None:
         load_weights(run.source.file, run.model)
     run.checkpoints = Checkpoints(run.settings, run.model, run.record, run.resume_step)
+    more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
+    print(*usage_lines(plan, *backend.memory_bytes(), more_bytes), sep="\n", flush=True)
+    run.record.phase("build", 0)
 
 
 @contextmanager
@@ -393,15 +400,14 @@ def memory_explained(run: Run):
         ) from error  # fmt: skip
 
 
-def resume(run: Run):
-    """Take up the state of the run that wrote the newest checkpoint, whatever its number of ranks and its -b were."""
+def open_checkpoint(run: Run):
+    """Open the checkpoint to go on from, whatever its number of ranks and its -b were, without its tensors. Returns the SavedState that has
+    these, and a llmc.data.resume.Continued that says where the data go on."""
     from llmc.checkpoint.saved_state import SavedState
-    from llmc.checkpoint.snapshot import load_snapshot
     from llmc.data.resume import plan_resume
 
     s, loader = run.settings, run.train_loader
-    saved = SavedState(s.output_dir, run.resume_step, run.model.config)
-    load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
+    saved = SavedState(s.output_dir, run.resume_step, run.source.config)
     ranks = range(saved.num_processes)
     states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
     try:
@@ -409,13 +415,23 @@ def resume(run: Run):
         continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)
     except UserError as error:
         raise UserError(f"step {run.resume_step} in {s.output_dir}: {error}") from None
-    loader.go_on(continued)
+    adopt(run, extras[0])
+    return saved, continued
+
+
+def resume(run: Run, saved, continued):
+    """Take up what open_checkpoint found."""
+    from llmc.checkpoint.snapshot import load_snapshot
+
+    s = run.settings
+    load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
+    run.train_loader.go_on(continued)
     for note in continued.notes:
         print(note)
-    adopt(run, extras[0])
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
+    run.record.phase("resume", run.resume_step)
 
 
 def adopt(run: Run, extra: dict):
@@ -428,6 +444,13 @@ def adopt(run: Run, extra: dict):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; {RESUME_FROM_ANOTHER}")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
+
+
+def open_logs(run: Run):
+    """From here on a signal waits for the end of a step, and what is trained is logged."""
+    run.stop = stop = StopRequest(alone=run.world.num_processes == 1)
+    run.log, run.speed_log = (Logger(run.log_folder, run.resume_step, name, stop.cannot_go_on) for name in (LOG_NAME, SPEED_NAME))
+    run.record.go_ahead(stop.cannot_go_on)
 
 
 # ----------------------------------------------------------------------------
@@ -827,7 +850,7 @@ def refuse_numbers_lost(run: Run, step: int, found: str):
     kept = run.checkpoints.disown()
     advice = "look at the data and at the weights that it began with"
     if step > (run.resume_step or 0):  # an update may have brought it about
-        advice = f"lower -l, raise -u, {'' if run.settings.skip_grad_z > 0 else 'skip such updates with -sg, '}or {advice}"
+        advice = f"lower -l, raise -u, {'' if may_skip(run.settings) else 'skip such updates with -sg, '}or {advice}"
     end_alike(run, UserError("; ".join(filter(None, (f"step {step}: {found}", advice, kept)))), INPUT_CODE)
 
 

@@ -746,6 +746,20 @@ def test_a_resumed_run_that_is_stopped_before_its_first_step_has_ended_well(case
     assert not losses(out) and files_of(tmp_path, 2) == before and steps_in(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("flags, damage, said", [
+    ("-a 1", None, "resume with the -a"), ("", lambda text: text.replace('"loss_outliers"', '"losses"'), "lacks loss_outliers"),
+])  # fmt: skip
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_before_the_model_is_made(case, tmp_path, flags, damage, said):
+    """Which for a large one takes minutes, as reading its tensors does."""
+    argv = [*inputs(case), SMALL, QUIET, "-n 2 -o", tmp_path]
+    ran(*argv, "-x 2")
+    extra = tmp_path / "extra_00000002_00000.json"
+    if damage:
+        extra.write_text(damage(extra.read_text()))
+    refused = run(*argv, "-x 4 -y 1", flags)
+    assert refused.code == 2 and said in refused.err and "allocating" not in refused.out
+
+
 def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_path):
     argv = [*inputs(case), SMALL, QUIET, "-x 60 -n 1000 -o", tmp_path]
     process = start(*argv)
