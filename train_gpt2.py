@@ -59,7 +59,9 @@ from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
-from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
+from llmc.preamble import (
+    changes_since, chosen_line, disk_notes, notes, optimisation, print_device, print_model, print_rows, print_settings, print_sizes,
+)  # fmt: skip
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
@@ -79,8 +81,7 @@ if TYPE_CHECKING:
 LESS_AFTER_FAILURE = 0.9  # ways to fit are then sought in this share of the plan that should have fitted and did not
 # evaluations ask whether some rank heard a signal every so many calls of the model: to ask, the host waits for a GPU
 CALLS_PER_STOP_CHECK = {"cpu": 1, "cuda": 8}
-TOKENS_TO_TELL = 4096  # of the data, whether all of its tokens are single bytes
-SAMPLE_STATE = 1337  # of the random numbers, anew for every sample, so that samples of different steps can be compared
+SAMPLE_STATE = 1337  # of the random numbers of --seed 0, anew for every sample, so that samples of different steps can be compared
 
 
 def main(argv=None) -> int:
@@ -216,7 +217,7 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     if measured:
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
-    print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
+    print_model(config, "intermediate checkpoint" if source.step is not None else s.model)
     said = [*said, *reasons, *settled.reasons]
     if measured:
         said.append(
@@ -239,7 +240,7 @@ def build(run: Run):
     open_data(run)
     checkpoint = None if run.resume_step is None else open_checkpoint(run)
     told_of = notes(
-        s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=run.tokenizer is not None, resumes=checkpoint is not None
+        s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=run.tokenizer is not None, resumes=run.source.step is not None
     )
     print(*run.notes, *told_of, sep="\n")
     refuse_too_large(run)
@@ -248,6 +249,8 @@ def build(run: Run):
         device_line(run.backend)  # learn now, not after -lg steps, that there is nothing to ask
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
+        for line in disk_notes(s, plan.options, run.max_steps - (run.resume_step or 0), shutil.disk_usage(s.output_dir).free):
+            print(line)
     world.progress("building the model")
     compile_kernels(run)
     build_model(run)
@@ -284,6 +287,7 @@ def open_data(run: Run):
     run.val_batches = 0
     if run.val_loader:
         run.val_batches = run.val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
+        run.notes += validation_notes(run)
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
@@ -299,18 +303,31 @@ def open_data(run: Run):
         print_rows({"tensor_parallel": s.tensor_parallel})
 
 
+def validation_notes(run: Run):
+    """Lines about validation data that its losses may mislead about."""
+    from llmc.data.shards import first_tokens
+    from llmc.data.tokenizer import are_single_bytes
+
+    batches = run.val_loader.num_batches
+    if run.val_batches > batches:
+        yield f"note: -j has {batches} batches, of which -m {run.val_batches} takes some again; -m -1 takes each once"
+    bytes_alone = [are_single_bytes(first_tokens(loader.paths[0])) for loader in (run.train_loader, run.val_loader)]
+    if len(set(bytes_alone)) == 2:
+        one, other = ("-i", "-j") if bytes_alone[0] else ("-j", "-i")
+        yield f"note: the tokens of {one} are single bytes and those of {other} are not: their losses do not compare"
+
+
 def encode_prompt(s: Settings, tokenizer, shard: str) -> list[int]:
     """The tokens of --prompt, of the kind that a shard of the data has. Raises UserError where there is no tokenizer, or no room after
     them."""
-    from llmc.data.shards import open_shard
+    from llmc.data.shards import first_tokens
 
     if tokenizer is None:
         raise UserError(
             "--prompt needs the tokenizer that the data were made with, and there is no gpt2_tokenizer.bin of this model's vocabulary "
             "here or beside the training data; name it with --tokenizer"
         )
-    data = open_shard(shard)
-    tokens = tokenizer.encode(s.prompt, like=data.read(0, min(TOKENS_TO_TELL, data.num_tokens)).tolist())
+    tokens = tokenizer.encode(s.prompt, like=first_tokens(shard))
     if len(tokens) + 2 > s.sample_length:
         raise UserError(
             f"--prompt and the end-of-text before it are {len(tokens) + 1} tokens, which leaves none of -g {s.sample_length} to generate; "
@@ -424,7 +441,7 @@ def resume(run: Run, saved, continued):
     from llmc.checkpoint.snapshot import load_snapshot
 
     s = run.settings
-    load_snapshot(s.output_dir, run.resume_step, run.model, saved, master_weights=run.plan.options.master != "none")
+    load_snapshot(s.output_dir, run.resume_step, run.model, saved)
     run.train_loader.go_on(continued)
     for note in continued.notes:
         print(note)
@@ -435,7 +452,8 @@ def resume(run: Run, saved, continued):
 
 
 def adopt(run: Run, extra: dict):
-    """Take over the outlier windows, which llm.c's state file has no room for. Raises UserError where the extra file is damaged."""
+    """Take over the outlier windows, which llm.c's state file has no room for, and tell of flags that have changed. Raises UserError where
+    the extra file is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
     if not extra:
         print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
@@ -444,6 +462,9 @@ def adopt(run: Run, extra: dict):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; {RESUME_FROM_ANOTHER}")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
+    if isinstance(written := extra.get("optimisation"), dict):
+        for line in changes_since(written, optimisation(run.settings, run.total_batch_size)):
+            print(line)
 
 
 def open_logs(run: Run):
@@ -775,7 +796,7 @@ def sample(run: Run, step: int):
     """Print a text the model makes up, from end-of-text, or --prompt, on."""
     from llmc.sampler import sample_softmax
 
-    rng, tokens = XorShift(SAMPLE_STATE), [run.plan.options.config.end_of_text, *run.prompt]
+    rng, tokens = XorShift(SAMPLE_STATE + (run.settings.seed << 32)), [run.plan.options.config.end_of_text, *run.prompt]
     print("generating:\n---")
     for position in range(run.settings.sample_length - 1):
         if evaluation_ends(run, f"step {step}, sample", position):
@@ -812,6 +833,7 @@ def checkpoint(run: Run, step: int):
     run.checkpoints.write(step, loader, {
         "loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(),
         "B": s.batch_size, "T": s.sequence_length, "data": loader.data_state(), **({"seed": s.seed} if s.seed else {}),
+        "optimisation": optimisation(s, run.total_batch_size),
     })  # fmt: skip
 
 

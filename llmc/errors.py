@@ -21,6 +21,7 @@ class UserError(Exception):
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 WHAT_TO_DO = {
     **dict.fromkeys(FULL_DISK, "make room"),
+    errno.EFBIG: "raise ulimit -f, or choose a file system that takes files of that size",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "fix the permissions, or choose another place"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "choose another path"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise ulimit -n"),

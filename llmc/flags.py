@@ -195,7 +195,8 @@ GROUPS = {
         _choice((), "cuda-graph", "auto", ("0", "1", "auto"),
                 "run steps and evaluations as CUDA graphs, on a CPU as recorded lists of calls; auto does where it can"),
         Flag(
-            (), "seed", int, 0, "NUMBER", "other initial weights, order of the data and rounding; 0: llm.c's. A resumed run keeps its own",
+            (), "seed", int, 0, "NUMBER",
+            "other initial weights, order of the data, rounding and samples; 0: llm.c's. A resumed run keeps its own",
             at_least=0, at_most=65535,
         ),
         Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core that this process may use", at_least=0, at_most=1024),

@@ -7,6 +7,7 @@ from pathlib import Path
 from llmc.errors import file_error, raise_error
 
 LOG_NAME, SPEED_NAME = "main.log", "speed.log"
+OLD = ".old"
 NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
 
 
@@ -15,9 +16,10 @@ class Logger:
     for those before the first training step, which wait for it, or for the end.
 
     So a run that is refused, or ends before it has trained, leaves the log of an earlier one. A fresh run (resume_step None) that trains
-    empties the file first. A run resumed at step s appends; the lines a crashed run wrote beyond s are dropped first. llm.c leaves them,
-    and a plot then runs backwards: steps s.. appear twice. The weights those lines measured are gone, and the resumed run measures the same
-    steps again, so the file reads as if nothing had happened.
+    begins an empty file, and that of an earlier one that trained becomes main.log.old: it may be the record of weeks. A run resumed at step
+    s appends; the lines a crashed run wrote beyond s are dropped first. llm.c leaves them, and a plot then runs backwards: steps s.. appear
+    twice. The weights those lines measured are gone, and the resumed run measures the same steps again, so the file reads as if nothing had
+    happened.
 
     What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
 
@@ -30,6 +32,7 @@ class Logger:
         if not folder:
             return
         self._path = Path(folder) / name
+        self._replaces = resume_step is None and is_of_training(self._path)  # the log of an earlier run
         try:
             self._open()
         except OSError as error:
@@ -54,8 +57,8 @@ class Logger:
     def close(self) -> None:
         """The run is over. If it is a fresh one that has not trained, the log of an earlier one that has stays, and its own lines are not
         written."""
-        is_idle = self._waiting is not None and self._resume_step is None
-        if self._file and not (is_idle and is_of_training(self._path)):
+        is_idle = self._waiting is not None
+        if self._file and not (is_idle and self._replaces):
             self._write("")
         self._let_go()
 
@@ -78,10 +81,13 @@ class Logger:
     def _begin(self) -> str:
         """Drop what an earlier run wrote and this one does not go on from; all lines that have waited, but for those that are there."""
         waiting, self._waiting = self._waiting, None
-        if self._resume_step is None:
+        if self._replaces:
+            os.replace(self._path, old_name(self._path))
+        elif self._resume_step is None:
             self._file.truncate(0)
         else:
             self._kept = _drop_lines_beyond(self._resume_step, self._path)
+        if self._replaces or self._resume_step is not None:
             self._file.close()
             self._open()
         return "".join(line for line in waiting if line not in self._kept)
@@ -94,6 +100,11 @@ class Logger:
         file, self._file = self._file, None
         if file:
             file.close()
+
+
+def old_name(path: Path) -> Path:
+    """Where the file goes that a fresh run would replace."""
+    return path.with_name(path.name + OLD)
 
 
 def is_of_training(path: str | Path) -> bool:

@@ -6,8 +6,9 @@ from glob import glob
 
 from llmc.backend import MATMUL_LIBRARY
 from llmc.config import ModelConfig
-from llmc.flags import Settings
-from llmc.logger import LOG_NAME, is_of_training, table_row, table_rule
+from llmc.flags import FLAGS, Settings
+from llmc.logger import LOG_NAME, OLD, SPEED_NAME, is_of_training, table_row, table_rule
+from llmc.memory.choose import in_mib
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import head_chunk_rows
@@ -78,6 +79,42 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 
+# what a run that goes on may change without a word of its own; tokens per step are among them, as -d or as what -b and -t come to
+OPTIMISATION = (
+    "learning_rate", "lr_scheduler", "warmup_steps", "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "total_batch_size",
+)  # fmt: skip
+
+
+def optimisation(s: Settings, total_batch_size: int) -> dict:
+    """The values of these flags, for the checkpoint."""
+    return {field: getattr(s, field) for field in OPTIMISATION} | {"total_batch_size": total_batch_size}
+
+
+def changes_since(written: dict, now: dict):
+    """A line if a run goes on with other values of these flags than the checkpoint was written with; llm.c's do not say."""
+    flags = {flag.field: flag.short[0] for flag in FLAGS if flag.field in now}
+    changed = [field for field in now if written.get(field, now[field]) != now[field]]
+    if changed:
+        before, after = (" ".join(f"{flags[field]} {values[field]}" for field in changed) for values in (written, now))
+        yield f"note: the checkpoint was written with {before}, and the run goes on with {after}"
+
+
+def disk_notes(s: Settings, o: PlanOptions, steps: int, free_bytes: int):
+    """A line if the checkpoints of so many steps to come do not fit on the disk together. With -nk each is deleted once another is written;
+    what -nm keeps is not counted."""
+    if s.checkpoint_every <= 0 or steps <= 0:
+        return
+    count = -(-steps // s.checkpoint_every)
+    if s.checkpoints_keep > 0:
+        count = min(count, s.checkpoints_keep + 1)
+    room = free_bytes // o.checkpoint_file_bytes
+    if room < count:
+        yield (
+            f"note: a checkpoint takes {in_mib(o.checkpoint_file_bytes)} MiB, and {s.output_dir} has room for {room} of the {count} that "
+            "this run has there at once; -nk 1 keeps the newest alone"
+        )
+
+
 def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):
     """Lines about what a user may not expect of these flags. max_steps: those of -x, or of an epoch."""
     config = o.config
@@ -91,6 +128,8 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
             f"gradients are summed over processes after each of {grad_accum_steps} micro-steps, which gives the bits of -z 2 and 3; "
             "--reduce-every-micro-step 0 does so once a step and sends less"
         )
+    if o.world == 1 and (s.server_ip or s.init_method != "mpi"):
+        yield "note: -pi and -ps are where several processes meet, and this run is one alone; -pn says how many there are"
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"
     if o.trains and o.recompute > 0 and not o.gelu_repeats:
@@ -102,10 +141,16 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
             f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
             "(python scripts/write_tokenizer.py makes one)"
         )
+    if s.max_steps == 0 and s.resume and resumes:
+        yield f"-x 0 looks at the newest checkpoint in {s.output_dir}, and leaves the folder as it is"
+    if o.trains and s.max_steps == 0:
+        yield "note: with -n and -o, -x 0 writes the weights as a checkpoint of step 0, which takes the memory of training"
     if not o.trains:
         yield "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
     if s.sequence_length < config.max_seq_len and o.trains:
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
+    if not s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
+        yield "note: without -o nothing is written, neither logs nor the trained weights"
     if s.checkpoint_every > 0 and not s.output_dir:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
     if s.checkpoint_every <= 0 and (s.checkpoints_keep > 0 or s.major_checkpoint_every > 0):
@@ -116,7 +161,9 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
     if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
         yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
-    elif s.warmup_steps >= max_steps > 0:
+    elif s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:
+        yield f"note: -k {s.lr_scheduler} decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"
+    if s.lr_scheduler != "constant" and s.warmup_steps >= max_steps > 0:
         yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
     if s.sample_every > 0 and s.sample_length < 2:
         yield f"note: -g {s.sample_length} leaves nothing to generate after the end-of-text that samples start with; -s 0 prints none"
@@ -126,8 +173,9 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
         )
-    if s.output_dir and s.max_steps == 0 and not resumes and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
+    if s.output_dir and s.max_steps == 0 and not s.resume and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
         yield f"note: nothing is trained, so the logs of the run in {s.output_dir} stay, and what is measured now is only printed"
     if s.resume and not resumes:
-        logs = " and new logs" if s.max_steps != 0 and is_of_training(os.path.join(s.output_dir, LOG_NAME)) else ""
-        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}{logs}"
+        yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
+    if s.output_dir and s.max_steps != 0 and not resumes and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
+        yield f"note: the logs in {s.output_dir} are of an earlier run: they become {LOG_NAME}{OLD} and {SPEED_NAME}{OLD} at the first step"

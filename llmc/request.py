@@ -7,6 +7,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from llmc import __version__
 from llmc.cards import RESERVE, Budget, parse_budget
@@ -42,25 +43,34 @@ class Source:
     config: ModelConfig
     file: str | os.PathLike | None = None  # none: random weights
     precision: str | None = None  # the file's
-    resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
+    step: int | None = None  # of the checkpoint that the file is of, where -y 1 found one
+    goes_on: bool = True  # from there; else -x 0 only looks at its weights
+
+    @property
+    def resume_step(self) -> int | None:
+        """Of the checkpoint that the run goes on from, if any."""
+        return self.step if self.goes_on else None
 
 
 def choose_model(s: Settings) -> Source:
     """The checkpoint to resume from, if there is one, else what -e says. Raises UserError."""
-    named = None if s.model.endswith(".bin") else Source(config_from_descriptor(s.model))
+    named = None if s.model.endswith(".bin") else Source(named_config(s.model))
     if s.resume:
         if not s.output_dir:
             raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
         step = find_last_step(s.output_dir)
         if step is not None:
             path = model_path(s.output_dir, step)
-            config, precision = read_model_header(path)
+            try:
+                config, precision = read_model_header(path)
+            except UserError as error:
+                raise UserError(f"{error}, or {RESUME_FROM_ANOTHER}") from None
             if named and named.config != config:
                 raise UserError(
                     f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
                     "resume with the -e of the run that wrote it, or choose another -o"
                 )
-            return Source(config, path, precision, step)
+            return Source(config, path, precision, step, goes_on=s.max_steps != 0)
     if named:
         return named
     if not os.path.exists(s.model):
@@ -78,6 +88,18 @@ def choose_model(s: Settings) -> Source:
         )
     config, precision = read_model_header(s.model)
     return Source(config, s.model, precision)
+
+
+def named_config(name: str) -> ModelConfig:
+    """The sizes of an -e that is not the name of a file. Raises UserError, for a folder with the model that is meant."""
+    try:
+        return config_from_descriptor(name)
+    except UserError:
+        if not os.path.isdir(name):
+            raise
+    models = sorted(Path(name).glob("model_*.bin"))
+    meant = f"name a model in it, such as {models[-1]}" if models else "name a model .bin"
+    raise UserError(f"-e {name} is a folder; {meant}")
 
 
 def describe(config: ModelConfig) -> str:
@@ -128,7 +150,7 @@ def check_agreement(s: Settings, source: Source, precision: str, world: World):
         title = next((flag.title for flag in FLAGS if flag.field == name), f"--{name}, of which rank 0's program knows,")
         mine = facts.get(name, "unknown")
         raise UserError(f"{title} is {mine} on rank {world.rank} and {theirs} on rank 0; start all ranks with the same program and flags")
-    step = -1 if source.resume_step is None else source.resume_step
+    step = -1 if source.step is None else source.step
     first, last = smallest(world, step), -smallest(world, -step)
     if first != last:
         found = "no checkpoint" if first < 0 else f"the checkpoint of step {first}"
@@ -338,8 +360,8 @@ def check_shares(s: Settings, config: ModelConfig, ranks: int):
 
 
 def needs_training_state(s: Settings) -> bool:
-    """Whether a run trains, or with -x 0 reads or writes a checkpoint, which holds the optimizer's state."""
-    return s.max_steps != 0 or bool(s.resume) or s.checkpoint_every > 0 and bool(s.output_dir)
+    """Whether a run trains, or with -x 0 writes what it begins with as a checkpoint, which holds the optimizer's state."""
+    return s.max_steps != 0 or s.checkpoint_every > 0 and bool(s.output_dir) and not s.resume
 
 
 def plan_options(

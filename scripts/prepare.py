@@ -30,10 +30,11 @@ from threading import Thread
 import numpy as np
 from tqdm import tqdm
 
-from llmc.data.shards import MAX_SHARD_TOKENS, open_shard, write_shard
+from llmc.data.shards import MAX_SHARD_TOKENS, inputs_of_shortest, open_shard, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, Tokenizer, load_encoder
 from llmc.errors import UserError, file_error
 from llmc.files import write_atomically
+from llmc.flags import Settings
 from llmc.host import own_processors
 
 PROGRESS = ".progress.json"
@@ -127,7 +128,10 @@ def finish(args: argparse.Namespace, encoder: Encoder, train: str, val: str) -> 
         tokenizer.write(path)
     print(f"{'found' if found else 'wrote'} {path}: decodes these tokens")
     folder = Path(glob.escape(str(args.output)))
-    print(f'train on them with: python train_gpt2.py -i "{folder / train}" -j "{folder / val}"')
+    shortest = min(inputs_of_shortest(str(folder / pattern), "--output") for pattern in (train, val))
+    B, T = Settings().batch_size, Settings().sequence_length
+    shape = "" if shortest >= B * T else f" -b 1 -t {1 << max(1, min(shortest, T)).bit_length() - 1}"
+    print(f'train on them with: python train_gpt2.py -e d6 -i "{folder / train}" -j "{folder / val}"{shape}')
 
 
 def _decodes(path: Path, tokenizer: Tokenizer) -> bool:

@@ -95,9 +95,9 @@ def read_state(path, num_parameters, rank=None):
     return state, {name: np.fromfile(path, "<f4", num_parameters, offset=tensor_offset(name, num_parameters)) for name in names}
 
 
-def save_snapshot(folder, step, model, loader, extra, *, master_weights):
+def save_snapshot(folder, step, model, loader, extra):
     """Write model, state and extra files of `step`, then DONE, at once. Arguments and errors are begin_snapshot's."""
     writer = WriteAtOnce()
-    begin_snapshot(writer, folder, step, model, loader, extra, master_weights=master_weights)
+    begin_snapshot(writer, folder, step, model, loader, extra)
     await_all(writer, model.sharing)
     end_snapshot(folder, writer.take(), model)

@@ -399,11 +399,11 @@ def test_what_may_take_long_says_with_every_piece_that_it_goes_on(tmp_path, monk
     model.init_random()
     assert len(said) >= 2 + 4 * CONFIG.num_layers
     said.clear()
-    begin_snapshot(writer, tmp_path, 1, model, NoLoader(), {}, master_weights=True)
+    begin_snapshot(writer, tmp_path, 1, model, NoLoader(), {})
     writer.wait()
     assert set(said) == {thread} and len(said) >= 4 * 4 * N >> 16
     said.clear()
-    load_snapshot(tmp_path, 1, model, SavedState(tmp_path, 1, CONFIG), master_weights=True)
+    load_snapshot(tmp_path, 1, model, SavedState(tmp_path, 1, CONFIG))
     assert len(said) >= 3 * 4 * N >> 16
 
 
@@ -413,7 +413,7 @@ def test_the_copy_is_planned_to_the_byte(o, tmp_path):
     o = replace(o, async_checkpoint=True)
     plan, without = Plan(o), Plan(replace(o, async_checkpoint=False))
     model = GPT2(plan)
-    save_snapshot(tmp_path, 1, model, NoLoader(), {}, master_weights=o.master != "none")
+    save_snapshot(tmp_path, 1, model, NoLoader(), {})
     sizes = [(tmp_path / name).stat().st_size - 1024 for name in ("model_00000001.bin", "state_00000001_00000.bin")]
     assert plan.checkpoint_bytes == sum(sizes) == N * DTYPE_BYTES[o.precision] + 4 * N * (2 if o.master == "none" else 3)
     assert plan.total_bytes == without.total_bytes + plan.checkpoint_bytes == sum(plan.columns.values())
@@ -531,14 +531,14 @@ def test_a_copy_of_another_size_than_planned_is_a_mistake_of_the_program(tmp_pat
 def test_on_a_card_the_copy_is_of_the_moment_it_is_taken(o, tmp_path):
     """The weights and the state are overwritten right after; what is written are those before."""
     o = replace(o, device="cuda", async_checkpoint=True)
-    plan, common = Plan(o), dict(master_weights=o.master != "none")
+    plan = Plan(o)
     model, writer = GPT2(plan, "cuda"), WriteBeside(plan)
     for flat in model.flat.values():
         flat.view(torch.uint8).random_(0, 60)
     (tmp_path / "now").mkdir()
     (tmp_path / "beside").mkdir()
-    save_snapshot(tmp_path / "now", 1, model, NoLoader(), {}, **common)
-    begin_snapshot(writer, tmp_path / "beside", 1, model, NoLoader(), {}, **common)
+    save_snapshot(tmp_path / "now", 1, model, NoLoader(), {})
+    begin_snapshot(writer, tmp_path / "beside", 1, model, NoLoader(), {})
     for flat in model.flat.values():
         flat.zero_()
     writer.wait()

@@ -548,7 +548,7 @@ RESUMES = {
     "model is a folder": (lambda log: ((log / MODEL).unlink(), (log / MODEL).mkdir()), "", MODEL, "is missing"),
     "model is a link to nowhere": (lambda log: ((log / MODEL).unlink(), (log / MODEL).symlink_to("x")), "", MODEL, "is missing"),
     "model is empty": (damaged(MODEL, cut(0)), "", MODEL, "is empty"),
-    "model is truncated": (damaged(MODEL, cut(5000)), "", MODEL, "truncated by"),
+    "model is truncated": (damaged(MODEL, cut(5000)), "", MODEL, "truncated by", "or resume from another checkpoint: remove"),
     "model is oversized": (damaged(MODEL, plus(b"x")), "", MODEL, "oversized by 1"),
     "model of the other checkpoint": (lambda log: replace(log / MODEL, (log / "model_00000002.bin").read_bytes()),
         "", MODEL, "is not the file that was written with the training state", EXTRA),
@@ -749,7 +749,7 @@ def test_a_full_disk_for_real_leaves_the_earlier_checkpoint(case, limit, what):
     before = contents(case)
     result = run_limited("RLIMIT_FSIZE", limit, *inputs(case), "-b 4 -t 32 -x 6 -n 2", QUIET, "-y 1 -o", case / "log")
     assert result.returncode == 2 and result.stderr.startswith(f"error: {what} failed at") and result.stderr.count("\n") == 1, result.stderr
-    assert "File too large; make room" in result.stderr
+    assert "File too large; raise ulimit -f, or choose a file system that takes files of that size, then run again" in result.stderr
     after = contents(case)
     assert all(after[name] == content for name, content in before.items() if not limit or name not in WRITTEN_BY_A_RUN)
     assert not [name for name in after if name.endswith(".tmp")] and find_last_step(case / "log") == 4

@@ -386,11 +386,11 @@ FORMS = [
 
 
 def save(model, folder, step):
-    save_snapshot(folder, step, model, NoLoader(), {}, master_weights=model.plan.options.master != "none")
+    save_snapshot(folder, step, model, NoLoader(), {})
 
 
 def load(model, folder, step):
-    load_snapshot(folder, step, model, SavedState(folder, step, model.config), master_weights=model.plan.options.master != "none")
+    load_snapshot(folder, step, model, SavedState(folder, step, model.config))
 
 
 @pytest.mark.parametrize("source, target", [(a, b) for a in range(len(FORMS)) for b in range(len(FORMS))])

@@ -1010,7 +1010,7 @@ OPTIMIZERS = [
 def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_none(own, little_work, tmp_path, form):
     """It reads and writes master and moments in the working room of the plan, which is not that of the torch operations."""
     write_shard(str(tmp_path / "tokens.bin"), np.random.default_rng(0).integers(0, TINY.vocab_size, 200))
-    config, common = replace(TINY, num_layers=1), dict(master_weights=form.get("master") != "none")
+    config = replace(TINY, num_layers=1)
 
     def start():
         return build(own, config=config, **form), TokenLoader(str(tmp_path / "tokens.bin"), B, T, shuffle=True)
@@ -1027,11 +1027,11 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
     model, loader = start()
     train(model, loader, 1)
     before = state(model)
-    save_snapshot(tmp_path, 1, model, loader, {}, **common)
+    save_snapshot(tmp_path, 1, model, loader, {})
     assert state(model) == before
     other, other_loader = start()
     saved = SavedState(tmp_path, 1, config)
-    load_snapshot(tmp_path, 1, other, saved, **common)
+    load_snapshot(tmp_path, 1, other, saved)
     other_loader.restore(saved.rank(0).loader)
     assert state(other) == before
     train(model, loader, 2)

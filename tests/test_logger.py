@@ -87,6 +87,20 @@ def test_a_run_that_trains_nothing_writes_its_lines_where_no_other_has(tmp_path)
     assert text(tmp_path) == "s:0 tel:3.0000\n"
 
 
+@pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
+def test_a_fresh_run_keeps_the_log_of_one_that_trained_before(name, tmp_path):
+    """From its first step on; the one before that is gone."""
+    texts = []
+    for steps in (4, 2, 3):
+        log = Logger(tmp_path, name=name)
+        assert not texts or text(tmp_path, name) == texts[-1]
+        run(log, range(steps))
+        log.close()
+        texts.append(text(tmp_path, name))
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(set(texts)) == 3 and found == {name: texts[2], f"{name}.old": texts[1]}
+
+
 @pytest.mark.parametrize("checkpoint", range(9))
 @pytest.mark.parametrize("torn", ("", "s:1", "s:10 trl:3.9", "s:10 ms:3"))
 @pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
@@ -96,6 +110,7 @@ def test_a_resumed_log_equals_that_of_a_run_never_stopped(checkpoint, torn, name
     run(log, range(12))
     log.close()
     expected = text(tmp_path, name)
+    (tmp_path / name).unlink()
     log = Logger(tmp_path, name=name)
     run(log, range(9))
     log.close()

@@ -661,18 +661,65 @@ def test_samples_are_g_tokens_long_with_their_start(case, length):
     assert len(out.split("---\n")[1].split()) == max(0, length - 1)
 
 
-def test_a_new_run_replaces_the_log_and_without_o_nothing_is_written(case, tmp_path, monkeypatch):
+def test_a_new_run_begins_a_log_and_keeps_the_one_before(case, tmp_path, monkeypatch):
+    """The one before alone, and not of a run that only evaluated. Without -o nothing is written."""
     monkeypatch.chdir(tmp_path)
     argv = [*inputs(case), "-b 4 -t 32 -x 2", QUIET]
     ran(*argv, "-n 1")
     assert not list(tmp_path.iterdir())
-    first = ran(*argv, "-o", tmp_path) and (tmp_path / "main.log").read_text()
-    ran(*argv, "-o", tmp_path)
-    assert (tmp_path / "main.log").read_text() == first and first.count("\n") == 2
+    logs = ["main.log", "speed.log"]
+    ran(*argv, "-x 0 -v 1 -m 1 -o", tmp_path)
+    first = ran(*argv, "-o", tmp_path) and [(tmp_path / name).read_text() for name in logs]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main.log", "memory.json", "speed.log"]
+    assert "they become main.log.old and speed.log.old" in ran(*argv, "-o", tmp_path)
+    assert (tmp_path / "main.log").read_text() == first[0] and first[0].count("\n") == 2
+    kept = [f"{name}.old" for name in logs]
+    assert [(tmp_path / name).read_text() for name in kept] == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*logs, *kept, "memory.json"])
     ran(*argv, "-x 1 -o", tmp_path)
-    assert [len((tmp_path / name).read_text().splitlines()) for name in ("main.log", "speed.log")] == [1, 1]
-    assert json.loads((tmp_path / "memory.json").read_text())["flags"]["max_steps"] == 1
+    ran(*argv, "-x 3 -o", tmp_path)
+    assert [len((tmp_path / name).read_text().splitlines()) for name in (*logs, *kept)] == [3, 3, 1, 1]
+    assert json.loads((tmp_path / "memory.json").read_text())["flags"]["max_steps"] == 3
+
+
+def test_validation_data_that_may_mislead_are_noted(case, tmp_path):
+    """More batches than there are, and tokens of bytes beside others."""
+    write_shard(tmp_path / "bytes.bin", np.arange(300) % 96)
+    write_shard(tmp_path / "others.bin", np.arange(300) + 200)
+    sizes = "-b 1 -t 32 -x 0 -s 0"
+    assert "note: -j has 15 batches, of which -m 16 takes some again" in ran(*inputs(case), "-b 4 -t 32 -x 0 -s 0 -m 16")
+    for train, val in (("bytes", "others"), ("others", "bytes"), ("others", "others"), ("bytes", "bytes")):
+        out = ran("-i", tmp_path / f"{train}.bin", "-j", tmp_path / f"{val}.bin", "-e d6 -m 1", sizes)
+        noted = re.findall("the tokens of (..) are single bytes and those of (..) are not", out)
+        assert noted == ([] if train == val else [("-i", "-j") if train == "bytes" else ("-j", "-i")])
+
+
+def test_x_0_y_1_looks_at_the_newest_checkpoint_and_leaves_the_folder(case, tmp_path):
+    """Whatever the rest of the training command says; it is the same as naming the model."""
+    argv = [*inputs(case), "-b 4 -t 32 -v 1 -m 2 -s 1 -g 5"]
+    ran(*argv, "-x 4 -n 2 -o", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    looked = ran(*argv, "-x 0 -y 1 -n 2 -o", tmp_path)
+    assert f"-x 0 looks at the newest checkpoint in {tmp_path}, and leaves the folder as it is" in looked
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    named = ran(*argv, "-x 0 -e", tmp_path / "model_00000004.bin")
+    found = [re.search(r"val loss .*\ngenerating:\n.*\n.*\n", out)[0] for out in (looked, named)]
+    assert found[0] == found[1] and looked.count("val loss") == 1 and "parameter gradients" not in looked
+
+
+def test_another_seed_is_another_sample(case):
+    texts = [ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g 20 --seed", seed).split("---\n")[1] for seed in (0, 1, 2, 1)]
+    assert len(set(texts)) == 3 and texts[1] == texts[3]
+
+
+def test_a_folder_as_a_model_is_told_the_newest_in_it(case, tmp_path):
+    argv = [*inputs(case), "-b 4 -t 32", QUIET]
+    ran(*argv, "-x 4 -n 2 -o", tmp_path)
+    refused = run(*argv, "-e", tmp_path)
+    newest = tmp_path / "model_00000004.bin"
+    assert refused.code == 2 and refused.err == f"error: -e {tmp_path} is a folder; name a model in it, such as {newest}\n"
+    (tmp_path / "none").mkdir()
+    assert "none is a folder; name a model .bin" in run(*argv, "-e", tmp_path / "none").err
 
 
 def test_n_without_o_says_that_nothing_is_written(case):

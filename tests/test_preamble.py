@@ -8,7 +8,8 @@ from llmc.config import config_from_descriptor
 from llmc.distributed import World
 from llmc.flags import parse
 from llmc.memory.plan import Plan
-from llmc.preamble import chosen_line, notes, print_device, print_settings, print_sizes
+from llmc.memory.tables import num_parameters
+from llmc.preamble import changes_since, chosen_line, disk_notes, notes, optimisation, print_device, print_settings, print_sizes
 from llmc.request import plan_options
 from llmc.units import MIB
 
@@ -21,9 +22,14 @@ def planned(flags="", kind="cuda", config=D12, processes=1, precision="bf16"):
     return settings, plan_options(settings, config, precision, kind, World(num_processes=processes))
 
 
+MEMORY = "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
+NOTHING_WRITTEN = "note: without -o nothing is written, neither logs nor the trained weights"
+
+
 def said(flags="", *, steps=1, max_steps=100, has_tokenizer=True, resumes=False, **planned_for) -> list[str]:
-    """The notes of a run of max_steps steps, of as many micro-steps as `steps`."""
-    return list(notes(*planned(flags, **planned_for), steps, max_steps, has_tokenizer=has_tokenizer, resumes=resumes))
+    """The notes of a run of max_steps steps, of as many micro-steps as `steps`, but for NOTHING_WRITTEN."""
+    lines = notes(*planned(flags, **planned_for), steps, max_steps, has_tokenizer=has_tokenizer, resumes=resumes)
+    return [line for line in lines if line != NOTHING_WRITTEN]
 
 
 def rows(out) -> dict[str, str]:
@@ -39,6 +45,18 @@ def rows(out) -> dict[str, str]:
 @pytest.mark.parametrize("flags", ["", "-r 0 -ge 2", "-r 6 -ge 3", "-n 10 -o log --async-checkpoint 1", "--attention flash", "-n -1"])
 def test_nothing_is_noted_of_what_anybody_expects(flags):
     assert said(flags) == []
+
+
+@pytest.mark.parametrize("flags, lost", [("", True), ("-v 5", True), ("-o log", False), ("-n 5", False), ("-x 0", False)])
+def test_a_run_that_leaves_nothing_behind_says_so(flags, lost):
+    """With -n but no -o it says that instead."""
+    assert (NOTHING_WRITTEN in notes(*planned(flags), 1, 100, has_tokenizer=True, resumes=False)) == lost
+
+
+@pytest.mark.parametrize("flags", ["-pi tcp", "-pi fs", "-ps 10.0.0.1"])
+def test_how_a_run_of_one_would_meet_others_is_noted(flags):
+    sentence = "note: -pi and -ps are where several processes meet, and this run is one alone; -pn says how many there are"
+    assert said(flags) == [sentence] and said(flags, processes=2) == []
 
 
 @pytest.mark.parametrize("parts, more", [(2, 1), (4, 3), (8, 7)])
@@ -75,6 +93,8 @@ def test_sums_of_every_micro_step_are_noted_where_another_setting_would_send_les
     ("-o log", "note: without -n no checkpoint is written to log when training is done, only when something stops it before"),
     ("-o log -n -1 -x 5", "note: without -n no checkpoint is written to log when training is done, only when something stops it before"),
     ("-k constant -u 5", "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"),
+    ("-k linear", "note: -k linear decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"),
+    ("-k wsd -u 5", "note: -k wsd decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"),
     ("-nk 3", "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"),
     ("-nm 100", "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"),
     ("--hellaswag-data mine.bin", "note: --hellaswag-data mine.bin is only read with -h 1"),
@@ -88,7 +108,7 @@ def test_each_note_is_said_where_it_is_true(tmp_path, monkeypatch, flags, senten
 def test_a_warmup_as_long_as_the_run_is_noted():
     """A run of one epoch has as many steps as its data; one that trains nothing has no learning rate."""
     sentence = "note: -u 100 warms up over all of the 100 steps: the learning rate only rises"
-    assert said("-u 100") == [sentence] and said("-u 100 -k wsd", max_steps=101) == []
+    assert said("-u 100") == [sentence] and said("-u 100 -k wsd -q 0", max_steps=101) == []
     assert sentence not in said("-u 100 -x 0", max_steps=0)
 
 
@@ -101,8 +121,7 @@ def test_samples_of_nothing_are_noted(length):
 
 @pytest.mark.parametrize("flags", ["-x 0 -ge 1 -r 2", "-x 0 -b 1 -d 8192", "-x 0 -u 200", "-x 0 -t 64"])
 def test_nothing_is_noted_of_training_where_there_is_none(flags):
-    sentence = "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
-    assert said(flags, steps=4, max_steps=0, processes=2) == [sentence]
+    assert said(flags, steps=4, max_steps=0, processes=2) == [MEMORY]
 
 
 @pytest.mark.parametrize("flags", ["-o log", "-n 5", ""])
@@ -132,16 +151,15 @@ def test_checkpoints_of_an_earlier_run_are_noted_where_a_run_begins_anew(tmp_pat
 
 
 def test_logs_of_an_earlier_run_are_noted_where_nothing_is_trained(tmp_path):
-    memory = "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
-    assert said(f"-o {tmp_path} -x 0") == [memory]
+    assert said(f"-o {tmp_path} -x 0") == [MEMORY]
     (tmp_path / "main.log").write_text("s:0 tel:4.0000\n")
-    assert said(f"-o {tmp_path} -x 0") == [memory]  # another evaluation, which this one replaces
+    assert said(f"-o {tmp_path} -x 0") == [MEMORY]  # another evaluation, which this one replaces
     (tmp_path / "main.log").write_text("s:0 tel:4.0000\ns:0 trl:4.0000\n")
     assert said(f"-o {tmp_path} -x 0") == [
-        memory,
+        MEMORY,
         f"note: nothing is trained, so the logs of the run in {tmp_path} stay, and what is measured now is only printed",
     ]
-    assert said(f"-o {tmp_path} -n 1") == said(f"-o {tmp_path} -x 0 -y 1", resumes=True) == []
+    assert said(f"-o {tmp_path} -n 1 -y 1", resumes=True) == []
 
 
 def test_a_resumption_that_finds_nothing_says_what_it_starts_from(tmp_path, monkeypatch):
@@ -150,7 +168,44 @@ def test_a_resumption_that_finds_nothing_says_what_it_starts_from(tmp_path, monk
     assert said("-y 1 -o log -n 1 -e d12", resumes=True) == []
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "main.log").write_text("s:0 tel:4.0000\ns:0 trl:4.0000\n")
-    assert said("-y 1 -o log -n 1 -e d12") == ["-y 1: no complete checkpoint in log, starting from d12 and new logs"]
+    assert said("-y 1 -o log -n 1 -e d12") == [
+        "-y 1: no complete checkpoint in log, starting from d12",
+        "note: the logs in log are of an earlier run: they become main.log.old and speed.log.old at the first step",
+    ]
+    assert said("-y 1 -o log -n 1 -e d12", resumes=True) == []
+
+
+def test_an_evaluation_of_a_checkpoint_or_into_one_says_what_it_does(tmp_path):
+    assert said(f"-o {tmp_path} -n 1 -x 0 -y 1", max_steps=0, resumes=True) == [
+        f"-x 0 looks at the newest checkpoint in {tmp_path}, and leaves the folder as it is", MEMORY,
+    ]  # fmt: skip
+    assert said(f"-o {tmp_path} -n 1 -x 0", max_steps=0) == [
+        "note: with -n and -o, -x 0 writes the weights as a checkpoint of step 0, which takes the memory of training"
+    ]
+
+
+def test_checkpoints_that_will_not_fit_on_the_disk_are_noted():
+    """d12 in bf16: 2 bytes a parameter for the model, and 12 for m, v and master; ZeRO shares these out, ranks without it repeat them."""
+    n, one = num_parameters(D12), 14 * num_parameters(D12)
+    for flags, processes, size in (("", 1, one), ("-z 1", 4, one), ("", 2, 26 * n), ("-w 0", 1, 10 * n)):
+        s, o = planned(f"{flags} -o log -n 10", processes=processes)
+        assert o.checkpoint_file_bytes == size
+        assert list(disk_notes(s, o, 30, 3 * size)) == list(disk_notes(s, o, 0, 0)) == []
+        (line,) = disk_notes(s, o, 31, 4 * size - 1)
+        assert f"a checkpoint takes {-(-size // MIB)} MiB, and log has room for 3 of the 4 that" in line
+    s, o = planned("-o log -n 10 -nk 2")
+    assert not list(disk_notes(s, o, 1000, 3 * one)) and "room for 2 of the 3 that" in next(disk_notes(s, o, 1000, 3 * one - 1))
+    assert not list(disk_notes(*planned("-o log"), 1000, 0))
+
+
+def test_flags_that_a_resumed_run_changes_are_told():
+    """A checkpoint from before they were written down says nothing, nor does one of the same."""
+    before, now = (optimisation(planned(flags)[0], tokens) for flags, tokens in (("-l 1e-5 -k linear -q 0", 4096), ("-c 0.1", 8192)))
+    assert list(changes_since(before, now)) == [
+        "note: the checkpoint was written with -l 1e-05 -k linear -q 0.0 -c 0.0 -d 4096, and the run goes on with "
+        "-l 0.0003 -k cosine -q 1.0 -c 0.1 -d 8192"
+    ]
+    assert list(changes_since({}, now)) == list(changes_since(now, now)) == []
 
 
 # ----------------------------------------------------------------------------

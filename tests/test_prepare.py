@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import numpy as np
 import pytest
 
 from llmc.data.evals import read_eval_file
+from llmc.data.loader import TokenLoader
 from llmc.data.shards import open_shard
 from llmc.data.tokenizer import ByteEncoder, Tokenizer
 from llmc.distributed.watch import is_alive
 from llmc.errors import UserError
+from llmc.flags import parse
 from scripts import prepare, prepare_fineweb, prepare_hellaswag, prepare_stdlib, prepare_text, prepare_tinyshakespeare, prepare_tinystories
 
 REPO = Path(__file__).resolve().parent.parent
@@ -347,6 +350,18 @@ def test_the_command_that_is_printed_finds_the_shards_whatever_they_and_their_fo
     prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a[1]*"), "--name", "b[2]*", *BYTES])
     train, val = re.search('-i "(.*)" -j "(.*)"', capsys.readouterr().out).groups()
     assert [len(glob.glob(pattern)) for pattern in (train, val)] == [1, 1]
+
+
+@pytest.mark.parametrize("characters", [30_000, 60_000, 200_000])
+def test_the_command_that_is_printed_has_sizes_that_the_shards_hold(tmp_path, capsys, characters):
+    """Five in a hundred are for validation: some hundred tokens, less than a batch of -b's and -t's default, and more."""
+    (tmp_path / "text.txt").write_text("line of text\n\n" * (characters // 14))
+    prepare_text.main(["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path), *BYTES])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train on them with: python train_gpt2.py "))
+    s = parse(shlex.split(line.split("train_gpt2.py ")[1]))
+    loaders = [TokenLoader(pattern, s.batch_size, s.sequence_length) for pattern in (s.train_data, s.val_data)]
+    assert s.model == "d6" and all(loader.num_batches > 0 for loader in loaders)
+    assert ("-b" in line) == (min(loader.num_tokens for loader in loaders) <= 4096)
 
 
 @pytest.mark.parametrize("content", [

@@ -294,7 +294,7 @@ def test_a_checkpoint_beyond_the_last_step_says_that_nothing_is_left_to_do(case,
     argv = [*inputs(case), SMALL, "-v 2 -m 1 -s 0 -n 4 -o", tmp_path]
     ran(*argv, "-x 4")
     before = everything_in(tmp_path)
-    for steps in (3, 0):
+    for steps in (3, 1):
         out = ran(*argv, "-x", steps, "-y 1")
         assert f"step 4 is beyond -x {steps}" in out and "val loss" not in out and not losses(out)
         assert everything_in(tmp_path) == before
@@ -746,6 +746,16 @@ def test_a_resumed_run_that_is_stopped_before_its_first_step_has_ended_well(case
     assert not losses(out) and files_of(tmp_path, 2) == before and steps_in(tmp_path) == [2]
 
 
+def test_a_run_that_goes_on_with_other_flags_says_so(case, tmp_path):
+    """Of those that change its numbers, against what the checkpoint says; -x is meant to change."""
+    argv = [*inputs(case), "-b 4 -t 32 -n 2 -c 0.1", QUIET, "-o", tmp_path]
+    ran(*argv, "-x 2 -l 1e-4 -k linear -q 0")
+    assert "the checkpoint was written with" not in ran(*argv, "-x 4 -l 1e-4 -k linear -q 0 -y 1")
+    out = ran(*argv, "-x 6 -y 1 -k linear -b 2 -d 256")
+    line = "note: the checkpoint was written with -l 0.0001 -q 0.0 -d 128, and the run goes on with -l 0.0003 -q 1.0 -d 256\n"
+    assert line in out and "the checkpoint was written with" not in ran(*argv, "-x 7 -y 1 -k linear -b 2 -d 256")
+
+
 @pytest.mark.parametrize("flags, damage, said", [
     ("-a 1", None, "resume with the -a"), ("", lambda text: text.replace('"loss_outliers"', '"losses"'), "lacks loss_outliers"),
 ])  # fmt: skip
@@ -1017,7 +1027,8 @@ def killed_before_each_call(folder, argv, timeout_s=120) -> list[int]:
         out = ran(*argv, "-y 1", "-o", left)
         assert ("resuming at step" in out) == (before > 0) and len(losses(out)) == 2 - before
         assert_same_end(left, straight, 2)
-        assert {path.name for path in left.iterdir()} == {path.name for path in straight.iterdir()}
+        names = {path.name for path in left.iterdir()}
+        assert names - {"main.log.old", "speed.log.old"} == {path.name for path in straight.iterdir()}  # .old: before a checkpoint
         seen.append(before)
     return seen
 

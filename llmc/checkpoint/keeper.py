@@ -29,7 +29,8 @@ class Checkpoints:
     def __init__(self, s: Settings, model, record, resume_step: int | None):
         """record is told of each checkpoint that counts. With --async-checkpoint this allocates the copy that the plan has."""
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
-        self._writer = WriteBeside(model.plan) if model.plan.options.async_checkpoint else WriteAtOnce()
+        self._beside = model.plan.options.async_checkpoint
+        self._writer = WriteBeside(model.plan) if self._beside else WriteAtOnce()
         self._has_waited, self._proven_step = False, -1
         self.newest = self.unproven = resume_step  # a crash may have come before the older one was deleted: it is proven anew
 
@@ -39,10 +40,14 @@ class Checkpoints:
         return self._writer.written
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
-        """With -n on its period and at the end; when asked to stop, even without -n; but never where there is no -o, before anything is
-        trained, unless that is the end, nor at the step just resumed from."""
+        """With -n on its period and at the end; when asked to stop, even without -n. But never
+
+        - where there is no -o,
+        - at the step just resumed from,
+        - before anything is trained, unless that is the end, with -x 0, of a run that was not to resume.
+        """
         s = self._settings
-        if not s.output_dir or step == self._resumed or step == 0 and (stopping or not last):
+        if not s.output_dir or step == self._resumed or step == 0 and (stopping or not last or s.resume):
             return False
         periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
         return periodic or stopping
@@ -61,10 +66,9 @@ class Checkpoints:
             reason = f"since that of step {self.unproven} every loss or norm was nan or infinite, and no update was made"
             print(f"no checkpoint at step {step}: {reason}", flush=True)
             return
-        master_weights = self._model.plan.options.master != "none"
         with self._kept_told():
-            begin_snapshot(writer, s.output_dir, step, self._model, loader, extra, master_weights=master_weights)
-        if not s.async_checkpoint:
+            begin_snapshot(writer, s.output_dir, step, self._model, loader, extra)
+        if not self._beside:
             self.complete()
 
     def check(self):
@@ -96,7 +100,7 @@ class Checkpoints:
         step = self._writer.take()
         with self._kept_told():
             end_snapshot(self._settings.output_dir, step, self._model)
-        if self._settings.async_checkpoint:
+        if self._beside:
             print(f"Wrote checkpoint at step {step}", flush=True)
         self.newest = self.unproven = step
         self._replace()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from llmc.checkpoint.model_file import read_model_header, write_model
-from llmc.checkpoint.state_file import TrainingState, tensor_names, write_extra, write_state
+from llmc.checkpoint.state_file import TrainingState, write_extra, write_state
 from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
@@ -16,14 +16,13 @@ from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
 
-def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights):
+def begin_snapshot(writer, folder, step, model, loader, extra):
     """Give the writer the checkpoint of `step`. All ranks call this; rank 0 writes the model, and each rank its own state.
 
     With tensor parallelism the files are those of a whole model: the first part writes what a rank without it would.
 
-    Once this returns the model may train on. extra is a plain dict of its own (see write_extra). With master_weights an fp32 model, whose
-    weights are their own master, writes them in the master's place too. Raises UserError where the disk is full or denies the write;
-    earlier checkpoints stay as they were.
+    Once this returns the model may train on. extra is a plain dict of its own (see write_extra). Raises UserError where the disk is full or
+    denies the write; earlier checkpoints stay as they were.
     """
     sharing = model.sharing
     print(f"Writing checkpoint at step {step}")
@@ -31,7 +30,7 @@ def begin_snapshot(writer, folder, step, model, loader, extra, *, master_weights
     if is_first(model):
         unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
     sharing.barrier()
-    parts = contents(folder, step, model, loader, extra, master_weights)
+    parts = contents(folder, step, model, loader, extra)
     writer.begin(step, ((partial(write_moving, write, sharing), tensors) for write, tensors in parts))
 
 
@@ -48,7 +47,7 @@ def end_snapshot(folder, step, model):
         mark_done(folder, step)
 
 
-def contents(folder, step, model, loader, extra, master_weights):
+def contents(folder, step, model, loader, extra):
     """Yields (write, tensors) for what this rank has to write, in order. write(pieces) is to be called with the bytes of `tensors`.
 
     tensors yields flat tensors on the model's device, each of which the next may overwrite; `write` holds all else, as it is now. All ranks
@@ -64,10 +63,10 @@ def contents(folder, step, model, loader, extra, master_weights):
     for _ in weights:  # the other ranks give their shares of each piece
         pass
     state = TrainingState(
-        step=step, num_processes=sharing.size, rank=sharing.rank, use_master_weights=master_weights,
+        step=step, num_processes=sharing.size, rank=sharing.rank, use_master_weights="master" in options.state_tensors,
         rng_state=model.rng.state, rng_state_last_update=model.rng_state_last_update, loader=loader.state(),
     )  # fmt: skip
-    tensors = (piece for name in tensor_names(master_weights) for piece in state_pieces(model, name))
+    tensors = (piece for name in options.state_tensors for piece in state_pieces(model, name))
     if model.parts.rank == 0:
         path = state_path(folder, step, sharing.rank)
         print(f"Writing state to {path}", flush=True)
@@ -114,7 +113,7 @@ def load_weights(path, model):
     model.copy_weights_to_master()
 
 
-def load_snapshot(folder, step, model, saved, *, master_weights):
+def load_snapshot(folder, step, model, saved):
     """Load weights, m, v, master and the generator from the checkpoint of `step`, which `saved` has open, whichever ranks wrote it.
 
     The state files hold fp32. m and v that this run keeps in fewer bits are rounded to nearest, which is exact where they were as short
@@ -125,7 +124,7 @@ def load_snapshot(folder, step, model, saved, *, master_weights):
     check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))
     state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
     _, written_in = read_model_header(model_path(folder, step))
-    converts = written_in != options.precision
+    converts, master_weights = written_in != options.precision, "master" in options.state_tensors
     if converts:
         print(f"the {written_in} checkpoint goes on in {options.precision}, from its fp32 master weights")
     if master_weights and not state.use_master_weights and options.precision != "fp32":

@@ -114,6 +114,10 @@ class EvalLoader:
 
     def __init__(self, path, B: int, T: int, *, rank: int = 0, num_processes: int = 1, vocab_size: int):
         self.B, self.T = B, T
+        if not Path(path).exists():
+            raise UserError(
+                f"-h 1: {path} does not exist; make it with: python scripts/prepare_hellaswag.py, or name another with --hellaswag-data"
+            )
         examples = read_eval_file(path)
         self.num_examples = len(examples)
         for index, example in enumerate(examples):

@@ -12,6 +12,7 @@ from llmc.files import HEADER_BYTES, SHARD_MAGIC, Numbers, check_size, new_heade
 
 SHARD_VERSION = 1
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
+TOKENS_TO_TELL = 4096  # whether all are single bytes
 
 
 def write_shard(path, tokens) -> None:
@@ -49,6 +50,12 @@ def open_shard(path) -> Shard:
         raise UserError(f"{path} says it holds {num_tokens} tokens, expected at least one; make it again with scripts/prepare_*.py")
     check_size(path, HEADER_BYTES + 2 * num_tokens, f"a shard of {num_tokens} tokens")
     return Shard(path, num_tokens)
+
+
+def first_tokens(path) -> list[int]:
+    """So many tokens of a shard that they tell whether it is of single bytes alone. Raises UserError as open_shard does."""
+    shard = open_shard(path)
+    return shard.read(0, min(TOKENS_TO_TELL, shard.num_tokens)).tolist()
 
 
 def matches(pattern: str) -> list[str]:

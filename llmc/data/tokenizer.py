@@ -25,6 +25,11 @@ BYTE_OF_ID = bytes(PRINTABLE_BYTES + [b for b in range(256) if b not in PRINTABL
 ID_OF_BYTE = np.argsort(np.frombuffer(BYTE_OF_ID, np.uint8)).astype(np.uint16)
 
 
+def are_single_bytes(ids) -> bool:
+    """Whether all ids are of single bytes, or end-of-text, in GPT-2's vocabulary: ByteEncoder's tokens."""
+    return set(ids) <= {*range(len(BYTE_OF_ID)), GPT2_END_OF_TEXT}
+
+
 class Tokenizer:
     """The bytes of every token id: decodes ids, and reads and writes llm.c's tokenizer file."""
 

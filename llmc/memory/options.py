@@ -118,6 +118,18 @@ class PlanOptions:
         """Whether the master is kept as the bf16 weight and the 16 bits that it lacks."""
         return self.master == "bits16" and self.precision != "fp32"
 
+    @property
+    def state_tensors(self) -> tuple[str, ...]:
+        """What a checkpoint's state files hold: m and v, and with master weights these; fp32 weights are their own."""
+        return ("m", "v") if self.master == "none" else ("m", "v", "master")
+
+    @property
+    def checkpoint_file_bytes(self) -> int:
+        """Bytes of a checkpoint's model and state files, of all ranks, but for headers and the order of the data."""
+        parameters = num_parameters(self.config)
+        states = self.ranks * (parameters // self.ranks_of("m")) * DTYPE_BYTES["fp32"] * len(self.state_tensors)
+        return parameters * DTYPE_BYTES[self.precision] + states
+
     def ranks_of(self, arena: str) -> int:
         """Over how many ranks an arena with one number for each parameter is sharded."""
         return self.ranks if self.zero_stage >= SHARDED_FROM[arena] else 1

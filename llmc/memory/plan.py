@@ -118,9 +118,8 @@ class Plan:
         o, n = self.options, num_parameters(self.options.config)
         if not o.async_checkpoint or o.rank % o.tensor_parallel:  # of several parts only the first writes
             return {}
-        state = ("m", "v") if o.master == "none" else ("m", "v", "master")
         weights = {"parameters": (n, o.precision)} if o.rank == 0 else {}
-        return weights | {name: (n // o.ranks_of("m"), "fp32") for name in state}
+        return weights | {name: (n // o.ranks_of("m"), "fp32") for name in o.state_tensors}
 
     @property
     def checkpoint_bytes(self) -> int:
