@@ -352,10 +352,11 @@ def refuse_too_large_for_host(plan: Plan, host_bytes: int):
     takers = {
         "--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer, "--async-checkpoint 1": o.async_checkpoint
     }  # fmt: skip
+    asked = [flag for flag, given in takers.items() if given]
     smaller = "use a smaller -b, or " if o.offload_residual else ""
     raise UserError(
-        f"{' with '.join(flag for flag, given in takers.items() if given)} needs {in_mib(plan.host_bytes)} MiB of host memory for each "
-        f"process, and there are {host_bytes // MIB} MiB; {smaller}leave it out and see --plan"
+        f"{' with '.join(asked)} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are "
+        f"{host_bytes // MIB} MiB; {smaller}leave {'it' if len(asked) == 1 else 'one of them'} out and see --plan"
     )
 
 
@@ -533,7 +534,7 @@ def loop(run: Run) -> OSError | None:
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
         for is_due, diagnose in diagnostics:
-            stopping = stop.agreed  # after the loop, what the checkpoint was told: a signal during it stops the run one step later
+            stopping = stop.agreed  # the last is what checkpoint_due was told: a run stops only after a checkpoint that knew of it
             if is_due(run, step, last, stopping):
                 finish_step(run, clock, launched)
                 launched = None

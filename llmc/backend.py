@@ -1,4 +1,4 @@
-"""The one place that knows devices: which one a run uses, in which precision, with how much memory."""
+"""The one place that opens a device and asks it: what it can do, how much memory it has and how much is in use, how long work took."""
 
 import os
 import time
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
+from llmc.cards import AMPERE
 from llmc.errors import UserError
 from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, within_quota
 from llmc.processor import cpu_gains_from_bf16, cpu_name
@@ -81,7 +82,7 @@ class Backend:
 
     def has_tf32(self) -> bool:
         """Whether fp32 matmuls can run as TF32: from SM80."""
-        return self.capability() >= (8, 0)
+        return self.capability() >= AMPERE
 
     def memory_bytes(self) -> tuple[int, int]:
         """(used, total) bytes: of the card; on a CPU (this process's resident memory, the machine's memory)."""

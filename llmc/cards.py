@@ -17,6 +17,9 @@ CONTEXT_MIB = 768  # a CUDA context with cuBLAS's workspaces: what a process hol
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities of the first cards with bf16 and TF32, and with matmuls in FP8 as used here
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """peak: its name in llmc.mfu.PEAKS"""

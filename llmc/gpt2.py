@@ -317,7 +317,7 @@ class GPT2:
         for chunk in self._head_chunks():
             self._classify(chunk, None)
 
-    def validate(self, inputs, targets) -> float:
+    def loss_of(self, inputs, targets) -> float:
         """Mean loss of one batch."""
         return self.token_losses(inputs, targets).mean().item()
 

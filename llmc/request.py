@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from llmc import __version__
-from llmc.cards import RESERVE, Budget, parse_budget
+from llmc.cards import AMPERE, HOPPER, RESERVE, Budget, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path, state_path
 from llmc.config import ModelConfig, config_from_descriptor
@@ -259,11 +259,11 @@ def check_sizes(o: PlanOptions):
                 raise UserError(
                     f"-ge {o.gelu_fusion}: cuBLASLt fuses GELU into matmuls of widths that 8 divides, and {what} is {width}; use -ge 0"
                 )
-        # else GELU's inputs, kept side by side, are aligned by how many come before, which the level decides: a library chooses by that too
+        # else how GELU's input of a layer is aligned depends on the level, and cuBLASLt chooses its algorithm by alignment
         if o.gelu_repeats and o.gelu_input_bytes % ALIGNMENT:
             raise UserError(
-                f"-ge {o.gelu_fusion}: bits are the same at every -r where GELU's input of a layer takes a multiple of {ALIGNMENT} bytes, "
-                f"and it takes {o.gelu_input_bytes}; use a -b or -t with more factors of two, or -ge 0"
+                f"-ge {o.gelu_fusion} promises the same bits at every -r, for which a layer's B*T*4C inputs of GELU must take a multiple "
+                f"of {ALIGNMENT} bytes, and they take {o.gelu_input_bytes}; use a -b or -t with more factors of two, or -ge 0"
             )
     if o.matmul == "fp8":
         sizes = sizes_of(o.config, parts=o.tensor_parallel)
@@ -273,7 +273,7 @@ def check_sizes(o: PlanOptions):
                 raise UserError(f"--matmul fp8 takes sizes that {FP8_MULTIPLE} divides, and {what} is {size}; leave it out")
 
 
-FP8_CAPABILITY = (9, 0)  # Hopper's; Ada multiplies FP8 too, but Triton 3.6 rounds to it twice there
+FP8_CAPABILITY = HOPPER  # Ada multiplies FP8 too, but Triton 3.6 rounds to it twice there
 
 
 def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
@@ -530,16 +530,13 @@ def keeps_master(s: Settings, source: Source) -> bool:
     return source.resume_step is not None and has_master(state_path(s.output_dir, source.resume_step, 0))
 
 
-BF16_CAPABILITY = (8, 0)  # Ampere's
-
-
 def choose_precision(s: Settings, source: Source, kind: str, name: str, capability: tuple[int, int] | None) -> str:
     """fp32 or bf16: what was asked for, else that of the file, else bf16 wherever the hardware has it. To be called after check_precision.
 
     name, capability  of a GPU, the latter None if nobody knows it. Raises UserError for bf16 on one that does not compute in it.
     """
     wanted = s.precision if s.precision != "auto" else source.precision or "auto"
-    if kind == "cpu" or capability is None or capability >= BF16_CAPABILITY:
+    if kind == "cpu" or capability is None or capability >= AMPERE:
         return likely_precision(wanted, kind)
     if wanted != "bf16":
         return "fp32"

@@ -106,7 +106,7 @@ def recorded_launches(channels, forms=FORMS) -> dict:
                 model.forward(tokens)
                 model.backward(tokens, 2, micro_step)
             model.update(1e-4, 0.1, 1, model.grad_norm())
-            model.validate(tokens, tokens)
+            model.loss_of(tokens, tokens)
             block, acts, scratch = model.blocks[0], model.acts, model.scratch
             model.ops.gelu_backward_inplace(acts["dfch"], block.dfcb, block.fch, scratch, accumulate=False)  # as -r 0 does
             model.ops.matmul_dbias(block.dfcb, acts["dfch"], scratch, accumulate=False)  # as -ge 2 does

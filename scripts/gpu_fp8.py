@@ -175,7 +175,7 @@ def learn(model, batches, steps, seed) -> tuple[list[float], float]:
         norm = model.grad_norm()
         losses.append(model.mean_loss())
         model.update(RATE * min(1, (step + 1) / WARMUP), 0.1, step + 1, norm)
-    return losses, float(np.mean([model.validate(*batch) for batch in batches[steps:]]))
+    return losses, float(np.mean([model.loss_of(*batch) for batch in batches[steps:]]))
 
 
 def verdict(rows) -> str:

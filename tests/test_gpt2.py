@@ -275,7 +275,7 @@ def test_matmuls_work_in_the_room_that_the_plan_has_for_them(precision, more, mo
 
         monkeypatch.setattr(model.ops, name, called)
     train_step(model, 0)
-    model.validate(*batch(1))
+    model.loss_of(*batch(1))
     matmul, head = more.get("matmul"), model.acts.get("head_widened")
     room = {None: None, "numba": model.scratch, "widened": model.acts.get("widened")}[matmul]
     assert ("widened" in model.acts, head is not None) == (matmul == "widened", "grad_dtype" in more)
@@ -327,7 +327,7 @@ def assert_sharing_bytes_changes_no_bit(level, precision, **more):
             if own_bytes:
                 activation_arena(model).fill_(0xFF)  # NaN in both types, -1 in indices
             steps.append(train_step(model, step, 2))
-            steps.append(model.validate(*batch(100, DEEP)))
+            steps.append(model.loss_of(*batch(100, DEEP)))
             if own_bytes:
                 activation_arena(model).fill_(0xFF)
             steps.append([raw(torch.from_numpy(model.next_logits(5, position))) for position in range(4)])
@@ -353,7 +353,7 @@ def test_the_memory_of_a_model_goes_with_it(precision, more):
     try:
         model = build(SMALL, precision, **more)
         train_step(model, 0, 2)
-        model.validate(*batch(100, SMALL))
+        model.loss_of(*batch(100, SMALL))
         model.next_logits(5, 0)
         arenas = [weakref.ref(arena) for arena in (*model.flat.values(), *model.acts.values())]
         del model
@@ -549,7 +549,7 @@ def test_sampling_and_evaluating_between_steps_changes_no_bit_of_training(level,
         steps = []
         for step in range(4):
             if detours:
-                model.validate(*batch(1000 + step))
+                model.loss_of(*batch(1000 + step))
                 model.token_losses(*batch(2000 + step))
                 for position in range(6):
                     model.next_logits(3, position)
@@ -573,7 +573,7 @@ def test_token_losses_are_each_position_s_own(precision):
 
     exact, eager = cross_entropy(logits_of(double, x, SMALL)), cross_entropy(logits_of(model.params, x, SMALL).float())
     assert_as_good_as_eager(losses, eager, exact, floor=4)
-    assert model.validate(inputs, targets) == losses.mean().item()
+    assert model.loss_of(inputs, targets) == losses.mean().item()
     assert torch.equal(model.token_losses(inputs, targets), losses)
     model.forward(inputs)
     model.backward(targets)
@@ -592,7 +592,7 @@ def test_memory_is_flat_after_the_first_step(precision):
 
     def turn(step):
         train_step(model, step, 2)
-        model.validate(*batch(step, config, 4, 64))
+        model.loss_of(*batch(step, config, 4, 64))
         for position in range(10):
             model.next_logits(1, position)
 

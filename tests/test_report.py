@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -23,7 +23,8 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import (
-    COLUMNS, bound, legend, level_rows, not_enough_memory, plan_json, plan_table, ridge, tensor_rows, tensors_table, ways_text,
+    COLUMNS, bound, legend, level_rows, not_enough_memory, options_json, plan_json, plan_table, ridge, tensor_rows, tensors_table,
+    ways_text,
 )  # fmt: skip
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
 from llmc.memory.traffic import Network, step_traffic
@@ -203,6 +204,21 @@ def test_each_level_of_the_json_has_the_promised_keys_and_the_plan_s_numbers(o, 
 def test_json_is_strict_and_comes_back_as_it_was(o, budget):
     told = plan_json(o, 1, budget)
     assert json.loads(json.dumps(told, allow_nan=False)) == told
+
+
+OTHER_OPTIONS = dict(
+    B=5, T=8, precision="fp32", recompute=3, master="bits16", optimizer_state="bf16", grad_dtype="fp32", offload_residual=True,
+    offload_optimizer=True, device="cpu", kernels="torch", gelu_fusion=3, attention="flash", head_chunk=3, sample_length=9, ranks=5,
+    zero_stage=2, tensor_parallel=5, matmul="fp8", factors="fp32", step_sequences=6, reduce_every_micro_step=True, keep_gathered=True,
+    processors=9, async_checkpoint=True, trains=False, rank=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(PlanOptions) if field.name != "config"])
+def test_json_tells_every_option_of_a_plan(name):
+    """So two plans that differ do not look alike; the model has an object of its own."""
+    o = PlanOptions(ODD, 3, 7, device="cuda")
+    assert options_json(replace(o, **{name: OTHER_OPTIONS[name]})) != options_json(o)
 
 
 def test_json_says_what_was_planned_for():

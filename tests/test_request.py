@@ -356,7 +356,7 @@ def test_gelu_fusion_of_sizes_that_it_cannot_have_is_refused_by_plans_too(monkey
     narrow = replace(D12, channels=40, num_heads=2)
     check_sizes(options("-ge 2 -b 1 -t 6", config=narrow))
     check_sizes(options("-ge 3 -b 2 -t 6", "fp32", config=narrow))
-    refusal = "-ge 3: .* takes a multiple of 256 bytes, and it takes 1920; use a -b or -t with more factors of"
+    refusal = "-ge 3 promises .* must take a multiple of 256 bytes, and they take 1920; use a -b or -t with more factors of"
     with pytest.raises(UserError, match=refusal):
         check_sizes(options("-ge 3 -b 1 -t 6", config=narrow))
     monkeypatch.setattr("llmc.request.config_from_descriptor", lambda name: narrow)

@@ -71,10 +71,10 @@ def contents(folder, step, model, loader, extra):
         path = state_path(folder, step, sharing.rank)
         print(f"Writing state to {path}", flush=True)
 
-        def write(pieces):
+        def write(parts):
             model_file = {"model": fingerprint(model_path(folder, step))} if is_first(model) else {}  # that file was written just before
             write_extra(extra_path(folder, step, sharing.rank), extra | model_file)
-            write_state(path, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
+            write_state(path, state, parts, num_parameters(options.config) // options.ranks_of("m"))
 
         yield write, tensors
     for _ in tensors:  # the other parts give theirs

@@ -8,10 +8,11 @@ from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+from llmc.cards import AMPERE
 from llmc.errors import lines_of
 from llmc.layers import cpu_attention, in_halves, torch_operations
 
-OLDEST_CAPABILITY = (8, 0)  # Triton compiles bf16 for no older card
+OLDEST_CAPABILITY = AMPERE  # Triton compiles bf16 for no older card
 
 
 def why_no_kernels(capability: tuple[int, int]) -> str:
