@@ -198,15 +198,12 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
 def settle_run(s: Settings, source: Source, backend: Backend, world: World, said: list[str]) -> Run:
     """Decide what is left to decide, and plan. said: notes so far."""
     world.progress("planning")
-    config = source.config
-    precision = choose_precision(s, source, backend.kind, backend.name, backend.capability())
+    config, device = source.config, backend.facts()
+    precision = choose_precision(s, source, device)
     check_agreement(s, source, precision, world)
     s, reasons = settle_kernels_of(s, backend)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)
-    settled = settle_all(
-        s, source, precision, world, budget, kind=backend.kind, name=backend.name, capability=backend.capability(),
-        processors=backend.processors(), shortest_shard=partial(shortest_shard, s),
-    )  # fmt: skip
+    settled = settle_all(s, source, precision, world, device, budget, partial(shortest_shard, s))
     s, options = settled.settings, settled.options
     check_gelu_fusion(options)
     total_batch_size = s.batch_size * s.sequence_length * data_ranks(s, world) * settled.grad_accum_steps

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-from llmc.cards import AMPERE
+from llmc.cards import AMPERE, Device
 from llmc.errors import UserError
 from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, within_quota
 from llmc.processor import cpu_gains_from_bf16, cpu_name
@@ -79,6 +79,10 @@ class Backend:
         import torch
 
         return torch.cuda.get_device_capability(self.device)
+
+    def facts(self) -> Device:
+        """What is decided by."""
+        return Device(self.kind, self.name, self.capability() if self.kind == "cuda" else None, self.processors())
 
     def has_tf32(self) -> bool:
         """Whether fp32 matmuls can run as TF32: from SM80."""

@@ -36,6 +36,21 @@ class Card:
         return (self.memory_mib - CONTEXT_MIB) * MIB
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What there is to know before anything runs: of a run's device, or of the one that a plan is for.
+
+    kind                    cpu | cuda
+    name                    its vendor's, or that of --memory-budget; empty for a GPU that nobody named
+    capability, processors  a card's compute capability and streaming multiprocessors; None of a CPU, and where nobody knows
+    """
+
+    kind: str
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    processors: int | None = None
+
+
 CARDS = {
     "v100-16": Card("V100", 16384, 900, 80, (7, 0)), "v100-32": Card("V100", 32768, 900, 80, (7, 0)),
     "t4": Card("T4", 15360, 320, 40, (7, 5)), "a100-40": Card("A100", 40960, 1555, 108, (8, 0)),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from llmc import __version__
-from llmc.cards import AMPERE, HOPPER, RESERVE, Budget, parse_budget
+from llmc.cards import AMPERE, HOPPER, RESERVE, Budget, Device, parse_budget
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path, state_path
 from llmc.config import ModelConfig, config_from_descriptor
@@ -276,12 +276,12 @@ def check_sizes(o: PlanOptions):
 FP8_CAPABILITY = HOPPER  # Ada multiplies FP8 too, but Triton 3.6 rounds to it twice there
 
 
-def check_fp8(o: PlanOptions, name: str, capability: tuple[int, int] | None):
-    """Raise UserError unless --matmul fp8 can be honoured on the card of that name; its compute capability is None if nobody knows it."""
+def check_fp8(o: PlanOptions, device: Device):
+    """Raise UserError unless --matmul fp8, where it is asked for, can be honoured on that card."""
     if o.matmul != "fp8":
         return
-    if capability and capability < FP8_CAPABILITY:
-        raise UserError(f"--matmul fp8 is for Hopper and later, SM90, and this run is on {name}; leave it out")
+    if device.capability and device.capability < FP8_CAPABILITY:
+        raise UserError(f"--matmul fp8 is for Hopper and later, SM90, and this run is on {device.name}; leave it out")
     if o.precision == "fp32":
         raise UserError("--matmul fp8 is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
     if o.kernel_set != "triton":
@@ -449,21 +449,17 @@ class Settled:
 
 
 def settle_all(
-    s: Settings, source: Source, precision: str, world: World, budget: Budget | None, *,
-    kind: str, name: str, capability: tuple[int, int] | None, processors: int | None, shortest_shard=None,
-) -> Settled:  # fmt: skip
+    s: Settings, source: Source, precision: str, world: World, device: Device, budget: Budget | None, shortest_shard=None
+) -> Settled:
     """Decide what is left to decide once the kernels are, and refuse what cannot be honoured: for a run, or a plan, in the same order.
-
-    kind, name, capability, processors  of the device, cpu or cuda; the last two None where nobody knows them
-    budget, shortest_shard              as settle takes them
-    """
+    budget and shortest_shard are as settle takes them."""
 
     def options_of(settings):
-        return plan_options(settings, source.config, precision, kind, world, processors)
+        return plan_options(settings, source.config, precision, device.kind, world, device.processors)
 
     options = options_of(s)  # with stand-ins for auto
     check_attention(options)
-    check_fp8(options, name, capability)
+    check_fp8(options, device)
     graphs = check_graphs(s, options)
     s, chosen = settle(s, source, options, budget, world, shortest_shard)
     options = options_of(s)
@@ -482,18 +478,16 @@ def plan_text(s: Settings) -> str:
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
     kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
     card = budget.card if budget and kind == "cuda" else None
-    precision = choose_precision(s, source, kind, budget.name if card else "", card and card.capability)
+    device = Device(kind, budget.name, card.capability, card.processors) if card else Device(kind)
+    precision = choose_precision(s, source, device)
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
-    why_not = too_old(card.capability if card else OLDEST_CAPABILITY) if kind == "cuda" else not_installed()
+    why_not = too_old(device.capability or OLDEST_CAPABILITY) if kind == "cuda" else not_installed()
     s, kernel_notes = settle_kernels(s, kind, why_not)
     if budget is None and kind == "cpu":
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
             share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
             budget = Budget(available_host_bytes() // world.num_local, f"free on this machine{share}", reserve=RESERVE[kind])
-    settled = settle_all(
-        s, source, precision, world, budget, kind=kind, name=budget.name if card else "",
-        capability=card and card.capability, processors=card and card.processors,
-    )  # fmt: skip
+    settled = settle_all(s, source, precision, world, device, budget)
     options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
@@ -530,14 +524,14 @@ def keeps_master(s: Settings, source: Source) -> bool:
     return source.resume_step is not None and has_master(state_path(s.output_dir, source.resume_step, 0))
 
 
-def choose_precision(s: Settings, source: Source, kind: str, name: str, capability: tuple[int, int] | None) -> str:
+def choose_precision(s: Settings, source: Source, device: Device) -> str:
     """fp32 or bf16: what was asked for, else that of the file, else bf16 wherever the hardware has it. To be called after check_precision.
 
-    name, capability  of a GPU, the latter None if nobody knows it. Raises UserError for bf16 on one that does not compute in it.
+    Raises UserError for bf16 on a card that does not compute in it.
     """
     wanted = s.precision if s.precision != "auto" else source.precision or "auto"
-    if kind == "cpu" or capability is None or capability >= AMPERE:
-        return likely_precision(wanted, kind)
+    if device.capability is None or device.capability >= AMPERE:
+        return likely_precision(wanted, device.kind)
     if wanted != "bf16":
         return "fp32"
     why, advice = "--precision bf16:", "use --precision fp32"
@@ -549,7 +543,7 @@ def choose_precision(s: Settings, source: Source, kind: str, name: str, capabili
             advice = "start from an fp32 file"
         else:
             advice = "go on with --device cpu, or on a card that has"
-    raise UserError(f"{why} {name} has no bf16 arithmetic (SM80 or later has); {advice}")
+    raise UserError(f"{why} {device.name} has no bf16 arithmetic (SM80 or later has); {advice}")
 
 
 def settle_seed(s: Settings, source: Source) -> Settings:

@@ -96,7 +96,7 @@ class OurTrainer:
         words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
         s, _ = settle_kernels_of(parse(words.split()), backend)
         options = plan_options(s, config, precision, backend.kind)
-        check_fp8(options, backend.name, backend.capability())
+        check_fp8(options, backend.facts())
         check_sizes(options)
         graphs = graphs_on(backend.kind) if check_graphs(s, options) else None
         plan, free = Plan(options), backend.free_bytes()

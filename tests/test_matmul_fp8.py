@@ -18,6 +18,7 @@ from test_layers import noise, unwritten
 from test_plan import D48, ODD
 from whole_steps import raw
 
+from llmc.cards import Device
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import parse
@@ -262,14 +263,14 @@ def asked(words, config=D48, precision="bf16", kind="cuda"):
 
 def test_it_is_taken_where_it_can_be_and_the_plan_says_so():
     o = asked("--matmul fp8 -t 1024")
-    check_fp8(o, "an H100", (9, 0))
-    check_fp8(o, "", None)
+    check_fp8(o, Device("cuda", "an H100", (9, 0)))
+    check_fp8(o, Device("cuda"))
     check_sizes(o)
-    check_fp8(asked("--matmul fp8 -b 2 -t 1000"), "a B200", (10, 0))
+    check_fp8(asked("--matmul fp8 -b 2 -t 1000"), Device("cuda", "a B200", (10, 0)))
     check_sizes(asked("--matmul fp8 -b 2 -t 1000"))
     assert o.matmul == "fp8" and "matmuls of layers in FP8" in describe(o) and options_json(o)["matmul"] == "fp8"
     assert asked("").matmul == asked("--matmul cublaslt").matmul == "native"
-    check_fp8(asked("", ODD), "an A100", (8, 0))  # which nobody asked for
+    check_fp8(asked("", ODD), Device("cuda", "an A100", (8, 0)))  # which nobody asked for
     check_sizes(asked("", ODD))
 
 
@@ -285,7 +286,7 @@ def test_it_is_taken_where_it_can_be_and_the_plan_says_so():
 def test_what_it_does_not_go_with_is_said(words, forms, sentence):
     o = asked(f"--matmul fp8 -t 1024 {words}", **forms)
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
-        check_fp8(o, "an A100", (8, 0) if "A100" in sentence else (9, 0))
+        check_fp8(o, Device("cuda", "an A100", (8, 0) if "A100" in sentence else (9, 0)))
         check_sizes(o)
 
 

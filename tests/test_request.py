@@ -11,6 +11,7 @@ import torch
 import llmc.backend
 import llmc.kernels
 import llmc.processor
+from llmc.cards import Device
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
 from llmc.distributed import World
@@ -133,7 +134,7 @@ def triton(monkeypatch):
 def test_bf16_on_a_gpu_without_it_is_refused_with_advice_for_who_asked_and_for_who_has_a_file_of_it(monkeypatch):
     def chosen(flags, of_file=None, resume_step=None, capability=(7, 0), master=True):
         monkeypatch.setattr("llmc.checkpoint.state_file.has_master", lambda path: master)
-        return choose_precision(asked(flags), Source(None, "m.bin", of_file, resume_step), "cuda", "V100", capability)
+        return choose_precision(asked(flags), Source(None, "m.bin", of_file, resume_step), Device("cuda", "V100", capability))
 
     assert [chosen("", of_file) for of_file in (None, "fp32")] == ["fp32", "fp32"]
     assert chosen("--precision fp32", "bf16", resume_step=4) == "fp32"
