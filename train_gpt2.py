@@ -801,7 +801,7 @@ def sample(run: Run, step: int):
             break
         logits = run.model.next_logits(tokens[position], position)
         if position + 1 == len(tokens):  # past the prompt
-            tokens.append(sample_softmax(logits, rng.f32()))
+            tokens.append(sample_softmax(logits, rng.f32(), run.settings.temperature))
     del tokens[0]
     if run.tokenizer:
         text = run.tokenizer.decode(tokens).decode("utf-8", errors="replace")

@@ -120,6 +120,8 @@ GROUPS = {
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
         Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
         Flag((), "prompt", str, "", "TEXT", "what that text goes on from; needs the tokenizer, and counts for -g"),
+        Flag((), "temperature", float, 1.0, "T", "of that text: below 1 likely tokens are likelier still, 0 takes the likeliest each time",
+             at_least=0),
         _on_off(("-h",), "hellaswag", 0, "score HellaSwag at the end, and whenever -v validates, except at the start",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
     ),
@@ -273,8 +275,9 @@ def refuse_contradictions(settings: Settings) -> None:
         )
     if (s.json or s.tensors) and not s.plan:
         raise UserError(f"--{'json' if s.json else 'tensors'} is a form of the plan; add --plan")
-    if s.prompt and s.sample_every <= 0:
-        raise UserError(f"--prompt is what samples go on from, and -s {s.sample_every} prints none; add -s 1, or leave it out")
+    for asked, what in ((s.prompt, "--prompt is what samples go on from"), (s.temperature != 1, "--temperature is that of samples")):
+        if asked and s.sample_every <= 0:
+            raise UserError(f"{what}, and -s {s.sample_every} prints none; add -s 1, or leave it out")
     for flag, given in (("ranks", s.ranks), ("link", s.link), ("node-link", s.node_link)):
         if given and not s.plan:
             raise UserError(f"--{flag} is about processes that are only planned for; add --plan, or leave it out")

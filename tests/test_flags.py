@@ -34,7 +34,7 @@ LLMC_DEFAULTS = {
 READ = {
     "-x": {"-1": -1, "0": 0, "40": 40}, "-m": {"-1": -1, "1": 1}, "-d": {"-1": -1, "524288": 524288}, "-lg": {"-1": -1},
     "-n": {"-1": -1}, "-nk": {"-1": -1}, "-s": {"-1": -1}, "-v": {"0": 0}, "-g": {"0": 0}, "-l": {"6e-4": 6e-4, "0": 0.0},
-    "-sl": {"7": 7.0},
+    "-sl": {"7": 7.0}, "--temperature": {"0": 0.0, "0.8": 0.8},
     "-e": {"gpt3:c768": "gpt3:c768"}, "-o": {"": "", "a b": "a b"}, "-i": {"x/*.bin": "x/*.bin"}, "-k": {"wsd": "wsd"}, "-y": {"1": 1},
     "--ranks": {"0": 0, "1024": 1024}, "--link": {"400": 400.0, "0": 0.0, "12.5": 12.5}, "--node-link": {"3600": 3600.0},
     "--device": {"cpu": "cpu", "cuda": "cuda", "cuda:12": "cuda:12"}, "--precision": {"bf16": "bf16"},
@@ -53,7 +53,7 @@ WRONG = {
     "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",), "--timeout": ("0", "-1", "1.5"),
     "--ranks": ("-1", "auto", "1.5"), "--link": ("-1", "fast", "inf", "400,3600"), "--node-link": ("-1", "nan"),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
-    "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
+    "--precision": ("fp16",), "--temperature": ("-0.1", "nan", "inf"), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
     "--kernels": ("cuda", ""), "--attention": ("math", "cpu"), "--matmul": ("lt", "fp4"),
     "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
@@ -71,6 +71,7 @@ AT_ODDS = {
     "--offload-residual --recompute=6 --plan": "-r 6 --offload-residual: this level keeps too few residuals to be worth moving",
     "--master fp32 -w 0": "--master fp32 -w 0: one asks for master weights and the other for none",
     "-w 0 --master=bits16": "--master bits16 -w 0: one asks for master weights and the other for none",
+    "--temperature 0.5 -s -1": "--temperature is that of samples, and -s -1 prints none; add -s 1, or leave it out",
     "--prompt Once -s 0": "--prompt is what samples go on from, and -s 0 prints none; add -s 1, or leave it out",
 }  # fmt: skip
 NOT_AT_ODDS = ("--plan --ranks 8", "--plan --link 400", "--plan -pn 8 --link 400 --node-link 3600", "--ranks 0", "--link 0",

@@ -606,7 +606,7 @@ def sampled(*argv, **options) -> list[int]:
 
 def test_a_sample_goes_on_from_the_prompt(case, monkeypatch):
     """With the likeliest token at each place, a prompt of what is said anyway changes nothing, and another one what comes after it."""
-    monkeypatch.setattr(sampler, "sample_softmax", lambda logits, coin: int(logits.argmax()))
+    monkeypatch.setattr(sampler, "sample_softmax", lambda logits, coin, temperature: int(logits.argmax()))
     argv = (*inputs(case), "-b 1 -t 8 -x 0 -v 0 -s 1 -g 20 --prompt text")
     said = sampled(*argv, faked={"encode_prompt": lambda *_: []})
     assert len(said) == 19
@@ -710,6 +710,12 @@ def test_x_0_y_1_looks_at_the_newest_checkpoint_and_leaves_the_folder(case, tmp_
 def test_another_seed_is_another_sample(case):
     texts = [ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g 20 --seed", seed).split("---\n")[1] for seed in (0, 1, 2, 1)]
     assert len(set(texts)) == 3 and texts[1] == texts[3]
+
+
+def test_a_temperature_of_0_takes_the_likeliest_tokens_whatever_the_seed(case):
+    argv = (*inputs(case), "-b 1 -t 8 -x 0 -v 0 -g 20")
+    drawn = [ran(*argv, flags).split("---\n")[1] for flags in ("", "--temperature 1", "--temperature 0", "--temperature 0 --seed 5")]
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 def test_a_folder_as_a_model_is_told_the_newest_in_it(case, tmp_path):

@@ -52,6 +52,22 @@ def test_a_diverged_model_draws_the_last_token_without_a_warning(recwarn):
     assert not recwarn
 
 
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 2.0])
+def test_a_temperature_divides_the_logits(temperature):
+    """Frequencies are the probabilities to the power of its inverse; however large the logits are."""
+    p = np.array([1, 2, 3, 4]) ** (1 / temperature)
+    for shift in (0, 300, -300):
+        logits = np.log(np.array([1, 2, 3, 4], np.float32)) + np.float32(shift)
+        drawn = np.bincount([sample_softmax(logits, coin, temperature) for coin in np.arange(1000) / 1000], minlength=4)
+        assert np.abs(drawn - 1000 * p / p.sum()).max() <= 2
+
+
+def test_temperature_0_takes_the_likeliest_token_and_a_tiny_one_does_too():
+    logits = np.random.default_rng(0).standard_normal(997).astype(np.float32)
+    for coin in (0.0, 0.5, 1 - 1 / 2**24):
+        assert sample_softmax(logits, coin, 0.0) == sample_softmax(logits, coin, 1e-30) == logits.argmax()
+
+
 def test_frequencies_follow_the_softmax():
     logits = np.log(np.array([1, 2, 3, 4], np.float32))
     drawn = np.bincount([sample_softmax(logits, coin) for coin in np.arange(1000) / 1000], minlength=4)
