@@ -53,8 +53,8 @@ WRONG = {
     "-r": ("-1", "auto5", "1.0"), "-pn": ("0",), "-pr": ("-1",), "-pg": ("0",), "-pi": ("nccl",), "--timeout": ("0", "-1", "1.5"),
     "--ranks": ("-1", "auto", "1.5"), "--link": ("-1", "fast", "inf", "400,3600"), "--node-link": ("-1", "nan"),
     "--device": ("gpu", "cuda:", "cuda:-1", "cpu:0"),
-    "--precision": ("fp16",), "--temperature": ("-0.1", "nan", "inf"), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
-    "--kernels": ("cuda", ""), "--attention": ("math", "cpu"), "--matmul": ("lt", "fp4"),
+    "--precision": ("fp16",), "--head-chunk": ("-1", "auto"), "--threads": ("-1",), "--master": ("x", "bf16", ""),
+    "--temperature": ("-0.1", "nan", "inf"), "--kernels": ("cuda", ""), "--attention": ("math", "cpu"), "--matmul": ("lt", "fp4"),
     "--optimizer-state": ("fp16", "auto"), "--grad-dtype": ("x", "fp16"), "-t": ("0", "auto"), "-d": ("0", "-2", "1e5", "auto"),
 }  # fmt: skip
 
