@@ -52,7 +52,6 @@ from llmc.interrupt import StopRequest
 from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
-from llmc.memory.choose import in_mib
 from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory, usage_lines
@@ -65,8 +64,9 @@ from llmc.preamble import (
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
-    Source, check_agreement, check_gelu_fusion, check_inputs, check_lengths, check_precision, choose_model, choose_precision, data_ranks,
-    host_budget, plan_text, run_budget, settle_all, settle_kernels_of, settle_seed, shortest_shard, training_data,
+    Source, check_agreement, check_gelu_fusion, check_host_memory, check_inputs, check_lengths, check_precision, choose_model,
+    choose_precision, data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, settle_seed, shortest_shard,
+    training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
 from llmc.units import MIB
@@ -338,23 +338,7 @@ def refuse_too_large(run: Run):
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(does_not_fit(plan, budget), plan.options, budget.bytes, run.grad_accum_steps)
-    refuse_too_large_for_host(plan, run.host_bytes)
-
-
-def refuse_too_large_for_host(plan: Plan, host_bytes: int):
-    """Raise UserError for a plan that needs more pinned host memory than there is for this process."""
-    if plan.host_bytes <= host_bytes:
-        return
-    o = plan.options
-    takers = {
-        "--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer, "--async-checkpoint 1": o.async_checkpoint
-    }  # fmt: skip
-    asked = [flag for flag, given in takers.items() if given]
-    smaller = "use a smaller -b, or " if o.offload_residual else ""
-    raise UserError(
-        f"{' with '.join(asked)} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are "
-        f"{host_bytes // MIB} MiB; {smaller}leave {'it' if len(asked) == 1 else 'one of them'} out and see --plan"
-    )
+    check_host_memory(plan, run.host_bytes)
 
 
 def compile_kernels(run: Run):

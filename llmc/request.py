@@ -20,7 +20,7 @@ from llmc.flags import BY_NAME, FLAGS, Flag, Settings, refuse_contradictions
 from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
-from llmc.memory.choose import choose_batch, choose_recompute
+from llmc.memory.choose import choose_batch, choose_recompute, in_mib
 from llmc.memory.ladder import can_keep_gathered
 from llmc.memory.layout import divides
 from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
@@ -31,7 +31,7 @@ from llmc.memory.tables import sizes_of
 from llmc.memory.traffic import Network
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 from llmc.processor import CPU_MATMULS, factor_type, likely_device_kind, likely_precision, matmul_kind
-from llmc.units import round_up
+from llmc.units import MIB, round_up
 
 ALONE = World()
 
@@ -583,6 +583,22 @@ def run_budget(s: Settings, backend, world: World) -> Budget:
     free = Budget(smallest(world, mine), f"free on {backend.name}", reserve=RESERVE[backend.kind])
     wish = parse_budget(s.memory_budget) if s.memory_budget else free
     return min(wish, free, key=lambda budget: budget.bytes)
+
+
+def check_host_memory(plan: Plan, host_bytes: int):
+    """Raise UserError for a plan that needs more pinned host memory than there is for this process."""
+    if plan.host_bytes <= host_bytes:
+        return
+    o = plan.options
+    takers = {
+        "--offload-residual": o.offload_residual, "--offload-optimizer": o.offload_optimizer, "--async-checkpoint 1": o.async_checkpoint
+    }  # fmt: skip
+    asked = [flag for flag, given in takers.items() if given]
+    smaller = "use a smaller -b, or " if o.offload_residual else ""
+    raise UserError(
+        f"{' with '.join(asked)} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are "
+        f"{host_bytes // MIB} MiB; {smaller}leave {'it' if len(asked) == 1 else 'one of them'} out and see --plan"
+    )
 
 
 def host_budget(world: World) -> int:

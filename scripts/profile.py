@@ -53,6 +53,7 @@ from llmc.memory.columns import in_columns
 from llmc.memory.ladder import passes
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
+from llmc.request import check_host_memory
 from llmc.units import MIB
 from scripts.plotting import check_picture, new_figure, save_picture
 
@@ -196,7 +197,7 @@ def open_run(words):
             f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {in_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB, "
             f"{run.budget.name}; use a smaller -b or a higher -r (train_gpt2.py --plan says what fits)"
         )
-    train_gpt2.refuse_too_large_for_host(run.plan, run.host_bytes)
+    check_host_memory(run.plan, run.host_bytes)
     return run
 
 
