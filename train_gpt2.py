@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from llmc import __version__
 from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
-from llmc.checkpoint.store import extra_path, held_folder
+from llmc.checkpoint.store import extra_path, first_without_room, held_folder, steps_done
 from llmc.clock import StepClock
 from llmc.cores import sleep_soon_where_busy
 from llmc.distributed import (
@@ -52,6 +52,7 @@ from llmc.interrupt import StopRequest
 from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
+from llmc.memory.choose import in_mib
 from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory, usage_lines
@@ -59,13 +60,13 @@ from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.outlier import OutlierDetector
 from llmc.preamble import (
-    changes_since, chosen_line, disk_notes, notes, optimisation, print_device, print_model, print_rows, print_settings, print_sizes,
+    changes_since, chosen_line, notes, optimisation, print_device, print_model, print_rows, print_settings, print_sizes,
 )  # fmt: skip
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.request import (
     Source, check_agreement, check_gelu_fusion, check_host_memory, check_inputs, check_lengths, check_precision, choose_model,
-    choose_precision, data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, settle_seed, shortest_shard,
+    choose_precision, data_ranks, host_budget, look_only, plan_text, run_budget, settle_all, settle_kernels_of, settle_seed, shortest_shard,
     training_data,
 )  # fmt: skip
 from llmc.schedulers import learning_rate
@@ -184,6 +185,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
     until_end.enter_context(told_when_compiling(partial(print, flush=True)))
     with told(world):
+        s = look_only(s)
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
         source = choose_model(s)
@@ -214,7 +216,7 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     if measured:
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
-    print_model(config, "intermediate checkpoint" if source.step is not None else s.model)
+    print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
     said = [*said, *reasons, *settled.reasons]
     if measured:
         said.append(
@@ -232,22 +234,20 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
 
 
 def build(run: Run):
-    """Add to an opened run its data, the model and its files. What can be refused is refused before anything that takes time."""
+    """Add to an opened run its data, the model and its files. Data, memory and what the checkpoint says are looked at before anything that
+    takes time."""
     s, world, plan = run.settings, run.world, run.plan
     open_data(run)
     checkpoint = None if run.resume_step is None else open_checkpoint(run)
-    told_of = notes(
-        s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=run.tokenizer is not None, resumes=run.source.step is not None
-    )
-    print(*run.notes, *told_of, sep="\n")
+    resumes, has_tokenizer = checkpoint is not None, run.tokenizer is not None
+    print(*run.notes, *notes(s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=has_tokenizer, resumes=resumes), sep="\n")
     refuse_too_large(run)
     print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
     if s.log_gpu_every > 0:
         device_line(run.backend)  # learn now, not after -lg steps, that there is nothing to ask
     if s.output_dir:
         check_shared(world, s.output_dir, "-o")
-        for line in disk_notes(s, plan.options, run.max_steps - (run.resume_step or 0), shutil.disk_usage(s.output_dir).free):
-            print(line)
+        print_disk_note(run)
     world.progress("building the model")
     compile_kernels(run)
     build_model(run)
@@ -307,7 +307,7 @@ def validation_notes(run: Run):
 
     batches = run.val_loader.num_batches
     if run.val_batches > batches:
-        yield f"note: -j has {batches} batches, of which -m {run.val_batches} takes some again; -m -1 takes each once"
+        yield f"note: -m {run.val_batches} takes some of -j's batches more than once, as there are {batches}; -m -1 takes each once"
     bytes_alone = [are_single_bytes(first_tokens(loader.paths[0])) for loader in (run.train_loader, run.val_loader)]
     if len(set(bytes_alone)) == 2:
         one, other = ("-i", "-j") if bytes_alone[0] else ("-j", "-i")
@@ -339,6 +339,19 @@ def refuse_too_large(run: Run):
     if plan.total_bytes > budget.bytes:
         raise NotEnoughMemory(does_not_fit(plan, budget), plan.options, budget.bytes, run.grad_accum_steps)
     check_host_memory(plan, run.host_bytes)
+
+
+def print_disk_note(run: Run):
+    """Say so if the disk has no room for all the checkpoints to come."""
+    s, o = run.settings, run.plan.options
+    room = shutil.disk_usage(s.output_dir).free // o.checkpoint_file_bytes
+    step = first_without_room(
+        room, run.resume_step or 0, run.max_steps, steps_done(s.output_dir),
+        every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every,
+    )  # fmt: skip
+    if step is not None:
+        size, advice = in_mib(o.checkpoint_file_bytes), "" if s.checkpoints_keep == 1 else "; -nk 1 keeps the newest alone"
+        print(f"note: a checkpoint takes {size} MiB, and {s.output_dir} has no room for that of step {step}{advice}")
 
 
 def compile_kernels(run: Run):
@@ -400,8 +413,8 @@ def memory_explained(run: Run):
 
 
 def open_checkpoint(run: Run):
-    """Open the checkpoint to go on from, whatever its number of ranks and its -b were, without its tensors. Returns the SavedState that has
-    these, and a llmc.data.resume.Continued that says where the data go on."""
+    """Open the checkpoint to go on from, whatever its number of ranks and its -b were, and take up all but its tensors and its place in the
+    data. Returns the SavedState that has the ones, and a llmc.data.resume.Continued that is the other."""
     from llmc.checkpoint.saved_state import SavedState
     from llmc.data.resume import plan_resume
 
@@ -419,7 +432,7 @@ def open_checkpoint(run: Run):
 
 
 def resume(run: Run, saved, continued):
-    """Take up what open_checkpoint found."""
+    """Take up the tensors, and the place in the data."""
     from llmc.checkpoint.snapshot import load_snapshot
 
     s = run.settings
@@ -444,9 +457,8 @@ def adopt(run: Run, extra: dict):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; {RESUME_FROM_ANOTHER}")
     run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
     run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
-    if isinstance(written := extra.get("optimisation"), dict):
-        for line in changes_since(written, optimisation(run.settings, run.total_batch_size)):
-            print(line)
+    for line in changes_since(extra.get("optimisation", {}), optimisation(run.settings, run.total_batch_size), path):
+        print(line)
 
 
 def open_logs(run: Run):
@@ -843,7 +855,7 @@ def end_on_failure(run: Run):
     world, error = run.world, run.stop.error
     speaker = smallest(world, world.rank if error else world.num_processes)
     if speaker == world.rank:
-        kept = run.checkpoints.kept("once that is mended, ")
+        kept = run.checkpoints.kept(once_mended=True)
         raise UserError(f"{error}; {kept}") if kept else error
     if speaker < world.num_processes:
         raise RankLost(f"rank {speaker} met something that it cannot go on with", INPUT_CODE, said_elsewhere=True)

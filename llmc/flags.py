@@ -55,6 +55,18 @@ class Flag:
         number = f"a {'whole ' if self.kind is int else ''}number of {self.at_least} or more"
         return ", ".join([*map(str, self.also), f"or {number}"]) if self.also else number
 
+    def takes(self, value) -> bool:
+        """Whether a value of this type, or one of the further ones, is one that it takes."""
+        if value in self.also:
+            return True
+        if type(value) is not self.kind or self.at_most is not None and value > self.at_most:
+            return False
+        if self.choices:
+            return value in self.choices
+        if self.kind is str:
+            return not self.pattern or fullmatch(self.pattern, value) is not None
+        return self.kind is bool or value >= self.at_least and -inf < value < inf  # false for nan
+
 
 def _choice(short: tuple[str, ...], long: str, default: str | int, choices: tuple, help: str, hint: str = "") -> Flag:
     return Flag(short, long, type(default), default, "|".join(map(str, choices)), help, choices=choices, hint=hint)
@@ -350,7 +362,7 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
         )
     short, equals, inline = word.partition("=")
     if short in BY_NAME and equals:
-        raise UserError(f"{word}: only a long flag takes its value after =; use {short} {inline} or --{BY_NAME[short].long}={inline}")
+        raise UserError(f"{word}: only a long flag takes its value after =; use {short} {inline or BY_NAME[short].value}")
     from difflib import get_close_matches  # only a mistake needs it
 
     if name in NOT_NEEDED:
@@ -362,9 +374,9 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
 
 
 def _next_value(flag: Flag, words) -> str:
-    """The word after a flag. Raises UserError where there is none, or another flag."""
+    """The word after a flag. Raises UserError where there is none, or another flag, with or without its value."""
     text = next(words, None)
-    if text is None or text in BY_NAME:
+    if text is None or text.partition("=")[0] in BY_NAME:
         found = "the command line ends there" if text is None else f"the flag {text} follows"
         raise UserError(f"{flag.title} needs a value, {flag.expected}, but {found}{_hint(flag)}")
     return text
@@ -384,17 +396,9 @@ def _value(flag: Flag, text: str):
         value = None
     if value is not None and flag.at_most is not None and value > flag.at_most:
         raise UserError(f"{flag.title} is {text}, but must be at most {flag.at_most}")
-    if value is None or not _allowed(flag, value):
+    if value is None or not flag.takes(value):
         raise UserError(f"{flag.title} is {text!r}, but must be {flag.expected}{_hint(flag)}")
     return value
-
-
-def _allowed(flag: Flag, value) -> bool:
-    if flag.choices:
-        return value in flag.choices
-    if flag.kind is str:
-        return not flag.pattern or fullmatch(flag.pattern, value) is not None
-    return -inf < value < inf and (value >= flag.at_least or value in flag.also)  # false for nan
 
 
 def _shown_default(flag: Flag) -> str:

@@ -2,12 +2,12 @@
 
 import os
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from llmc.errors import file_error, raise_error
 
 LOG_NAME, SPEED_NAME = "main.log", "speed.log"
-OLD = ".old"
 NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
 
 
@@ -16,10 +16,10 @@ class Logger:
     for those before the first training step, which wait for it, or for the end.
 
     So a run that is refused, or ends before it has trained, leaves the log of an earlier one. A fresh run (resume_step None) that trains
-    begins an empty file, and that of an earlier one that trained becomes main.log.old: it may be the record of weeks. A run resumed at step
-    s appends; the lines a crashed run wrote beyond s are dropped first. llm.c leaves them, and a plot then runs backwards: steps s.. appear
-    twice. The weights those lines measured are gone, and the resumed run measures the same steps again, so the file reads as if nothing had
-    happened.
+    begins an empty file, and that of an earlier one that trained becomes main.log.1, or has the next number that is free: it may be the
+    record of weeks. A run resumed at step s appends; lines that a crashed run wrote beyond s are dropped first. llm.c leaves them: a plot
+    then runs backwards, as steps s.. appear twice. The weights those lines measured are gone, and the resumed run measures the same steps
+    again, so the file reads as if nothing had happened.
 
     What differs from run to run, the times, has a file of its own, speed.log, so that main.log repeats to the letter.
 
@@ -103,8 +103,8 @@ class Logger:
 
 
 def old_name(path: Path) -> Path:
-    """Where the file goes that a fresh run would replace."""
-    return path.with_name(path.name + OLD)
+    """Where a log goes whose name a fresh run takes: main.log.1, or the next number that is free."""
+    return next(old for number in count(1) if not os.path.lexists(old := path.with_name(f"{path.name}.{number}")))
 
 
 def is_of_training(path: str | Path) -> bool:

@@ -3,12 +3,13 @@
 import os
 from glob import escape as glob_escape
 from glob import glob
+from pathlib import Path
 
 from llmc.backend import MATMUL_LIBRARY
 from llmc.config import ModelConfig
+from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.flags import FLAGS, Settings
-from llmc.logger import LOG_NAME, OLD, SPEED_NAME, is_of_training, table_row, table_rule
-from llmc.memory.choose import in_mib
+from llmc.logger import LOG_NAME, is_of_training, old_name, table_row, table_rule
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import head_chunk_rows
@@ -90,34 +91,26 @@ def optimisation(s: Settings, total_batch_size: int) -> dict:
     return {field: getattr(s, field) for field in OPTIMISATION} | {"total_batch_size": total_batch_size}
 
 
-def changes_since(written: dict, now: dict):
-    """A line if a run goes on with other values of these flags than the checkpoint was written with; llm.c's do not say."""
-    flags = {flag.field: flag.short[0] for flag in FLAGS if flag.field in now}
+def changes_since(written, now: dict, path):
+    """A line if a run goes on with other values of these flags than `written` in its checkpoint's extra file, at `path`; older ones, and
+    llm.c's, do not say. Raises UserError for values that the flags do not take."""
+    if not isinstance(written, dict):
+        raise UserError(f"{path} says optimisation {written!r}; expected the values of flags, so it is damaged; {RESUME_FROM_ANOTHER}")
+    flags = {flag.field: flag for flag in FLAGS if flag.field in now}
+    for field in written.keys() & flags.keys():
+        if not flags[field].takes(written[field]):
+            raise UserError(
+                f"{path} says {field} {written[field]!r}; expected {flags[field].expected}, so it is damaged; {RESUME_FROM_ANOTHER}"
+            )
     changed = [field for field in now if written.get(field, now[field]) != now[field]]
     if changed:
-        before, after = (" ".join(f"{flags[field]} {values[field]}" for field in changed) for values in (written, now))
+        before, after = (" ".join(f"{flags[field].short[0]} {values[field]}" for field in changed) for values in (written, now))
         yield f"note: the checkpoint was written with {before}, and the run goes on with {after}"
-
-
-def disk_notes(s: Settings, o: PlanOptions, steps: int, free_bytes: int):
-    """A line if the checkpoints of so many steps to come do not fit on the disk together. With -nk each is deleted once another is written;
-    what -nm keeps is not counted."""
-    if s.checkpoint_every <= 0 or steps <= 0:
-        return
-    count = -(-steps // s.checkpoint_every)
-    if s.checkpoints_keep > 0:
-        count = min(count, s.checkpoints_keep + 1)
-    room = free_bytes // o.checkpoint_file_bytes
-    if room < count:
-        yield (
-            f"note: a checkpoint takes {in_mib(o.checkpoint_file_bytes)} MiB, and {s.output_dir} has room for {room} of the {count} that "
-            "this run has there at once; -nk 1 keeps the newest alone"
-        )
 
 
 def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):
     """Lines about what a user may not expect of these flags. max_steps: those of -x, or of an epoch."""
-    config = o.config
+    config, log = o.config, Path(s.output_dir, LOG_NAME)
     if padded := -config.num_heads % s.tensor_parallel:
         yield (
             f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "
@@ -141,8 +134,6 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
             f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
             "(python scripts/write_tokenizer.py makes one)"
         )
-    if s.max_steps == 0 and s.resume and resumes:
-        yield f"-x 0 looks at the newest checkpoint in {s.output_dir}, and leaves the folder as it is"
     if o.trains and s.max_steps == 0:
         yield "note: with -n and -o, -x 0 writes the weights as a checkpoint of step 0, which takes the memory of training"
     if not o.trains:
@@ -151,7 +142,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
     if not s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
         yield "note: without -o nothing is written, neither logs nor the trained weights"
-    if s.checkpoint_every > 0 and not s.output_dir:
+    if s.checkpoint_every > 0 and not s.output_dir and s.max_steps != 0:
         yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
     if s.checkpoint_every <= 0 and (s.checkpoints_keep > 0 or s.major_checkpoint_every > 0):
         yield "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"
@@ -159,9 +150,9 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when something stops it before"
     if s.hellaswag_data != Settings().hellaswag_data and not s.hellaswag:
         yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
-    if s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
+    if s.max_steps != 0 and s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
         yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
-    elif s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:
+    elif s.max_steps != 0 and s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:
         yield f"note: -k {s.lr_scheduler} decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"
     if s.lr_scheduler != "constant" and s.warmup_steps >= max_steps > 0:
         yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
@@ -173,9 +164,9 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
         )
-    if s.output_dir and s.max_steps == 0 and not s.resume and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
+    if s.output_dir and s.max_steps == 0 and not resumes and is_of_training(log):
         yield f"note: nothing is trained, so the logs of the run in {s.output_dir} stay, and what is measured now is only printed"
     if s.resume and not resumes:
         yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
-    if s.output_dir and s.max_steps != 0 and not resumes and is_of_training(os.path.join(s.output_dir, LOG_NAME)):
-        yield f"note: the logs in {s.output_dir} are of an earlier run: they become {LOG_NAME}{OLD} and {SPEED_NAME}{OLD} at the first step"
+    if s.output_dir and s.max_steps != 0 and not resumes and is_of_training(log):
+        yield f"note: the logs in {s.output_dir} are of an earlier run, and stay there under other names, such as {old_name(log).name}"

@@ -43,34 +43,25 @@ class Source:
     config: ModelConfig
     file: str | os.PathLike | None = None  # none: random weights
     precision: str | None = None  # the file's
-    step: int | None = None  # of the checkpoint that the file is of, where -y 1 found one
-    goes_on: bool = True  # from there; else -x 0 only looks at its weights
+    resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
 
-    @property
-    def resume_step(self) -> int | None:
-        """Of the checkpoint that the run goes on from, if any."""
-        return self.step if self.goes_on else None
+
+def look_only(s: Settings) -> Settings:
+    """-x 0 -y 1 looks at the newest checkpoint in -o: as if -e named its model, and there were no -o to write to. The settings for that;
+    others stay as they are. Raises UserError where there is no checkpoint."""
+    if s.max_steps != 0 or not s.resume:
+        return s
+    source = newest_checkpoint(s)
+    if source is None:
+        raise UserError(f"-x 0 -y 1 looks at the newest checkpoint in {s.output_dir}, which has none; leave -y out to look at -e {s.model}")
+    return replace(s, model=str(source.file), resume=0, output_dir="")
 
 
 def choose_model(s: Settings) -> Source:
     """The checkpoint to resume from, if there is one, else what -e says. Raises UserError."""
     named = None if s.model.endswith(".bin") else Source(named_config(s.model))
-    if s.resume:
-        if not s.output_dir:
-            raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
-        step = find_last_step(s.output_dir)
-        if step is not None:
-            path = model_path(s.output_dir, step)
-            try:
-                config, precision = read_model_header(path)
-            except UserError as error:
-                raise UserError(f"{error}, or {RESUME_FROM_ANOTHER}") from None
-            if named and named.config != config:
-                raise UserError(
-                    f"{path} is {describe(config)}, but -e {s.model} is {describe(named.config)}; "
-                    "resume with the -e of the run that wrote it, or choose another -o"
-                )
-            return Source(config, path, precision, step, goes_on=s.max_steps != 0)
+    if s.resume and (source := newest_checkpoint(s)):
+        return source
     if named:
         return named
     if not os.path.exists(s.model):
@@ -88,6 +79,26 @@ def choose_model(s: Settings) -> Source:
         )
     config, precision = read_model_header(s.model)
     return Source(config, s.model, precision)
+
+
+def newest_checkpoint(s: Settings) -> Source | None:
+    """The complete checkpoint of the highest step in -o, if there is one. Raises UserError if it is damaged, or not of -e's sizes."""
+    if not s.output_dir:
+        raise UserError("-y 1 resumes from the folder that -o names, and there is no -o; add -o DIR, or leave -y out")
+    step = find_last_step(s.output_dir)
+    if step is None:
+        return None
+    path = model_path(s.output_dir, step)
+    try:
+        config, precision = read_model_header(path)
+    except UserError as error:
+        raise UserError(f"{error}, or {RESUME_FROM_ANOTHER}") from None
+    if not s.model.endswith(".bin") and (named := named_config(s.model)) != config:
+        raise UserError(
+            f"{path} is {describe(config)}, but -e {s.model} is {describe(named)}; "
+            "resume with the -e of the run that wrote it, or choose another -o"
+        )
+    return Source(config, path, precision, step)
 
 
 def named_config(name: str) -> ModelConfig:
@@ -150,7 +161,7 @@ def check_agreement(s: Settings, source: Source, precision: str, world: World):
         title = next((flag.title for flag in FLAGS if flag.field == name), f"--{name}, of which rank 0's program knows,")
         mine = facts.get(name, "unknown")
         raise UserError(f"{title} is {mine} on rank {world.rank} and {theirs} on rank 0; start all ranks with the same program and flags")
-    step = -1 if source.step is None else source.step
+    step = -1 if source.resume_step is None else source.resume_step
     first, last = smallest(world, step), -smallest(world, -step)
     if first != last:
         found = "no checkpoint" if first < 0 else f"the checkpoint of step {first}"
@@ -361,7 +372,7 @@ def check_shares(s: Settings, config: ModelConfig, ranks: int):
 
 def needs_training_state(s: Settings) -> bool:
     """Whether a run trains, or with -x 0 writes what it begins with as a checkpoint, which holds the optimizer's state."""
-    return s.max_steps != 0 or s.checkpoint_every > 0 and bool(s.output_dir) and not s.resume
+    return s.max_steps != 0 or s.checkpoint_every > 0 and bool(s.output_dir)
 
 
 def plan_options(
@@ -470,6 +481,7 @@ def settle_all(
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     refuse_contradictions(s)
+    s = look_only(s)
     source, ranks = choose_model(s), s.ranks or s.num_processes
     world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))
     check_precision(s, source)

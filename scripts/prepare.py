@@ -130,8 +130,8 @@ def finish(args: argparse.Namespace, encoder: Encoder, train: str, val: str) -> 
     folder = Path(glob.escape(str(args.output)))
     shortest = min(inputs_of_shortest(str(folder / pattern), "--output") for pattern in (train, val))
     B, T = Settings().batch_size, Settings().sequence_length
-    shape = "" if shortest >= B * T else f" -b 1 -t {1 << max(1, min(shortest, T)).bit_length() - 1}"
-    print(f'train on them with: python train_gpt2.py -e d6 -i "{folder / train}" -j "{folder / val}"{shape}')
+    sizes = "" if shortest >= B * T else f" -b 1 -t {1 << max(1, min(shortest, T)).bit_length() - 1} -m -1"
+    print(f'train on them with: python train_gpt2.py -e d6 -i "{folder / train}" -j "{folder / val}"{sizes} -o log_d6 -n 500 -nk 1')
 
 
 def _decodes(path: Path, tokenizer: Tokenizer) -> bool:

@@ -320,7 +320,7 @@ FLAGS = {
     "budget of a card that is none, planned": ("--memory-budget h10 --plan", "--memory-budget h10: expected", "did you mean h100 or"),
     "unknown flag": ("-lr 3e-4", "unknown flag -lr: did you mean -l?"),
     "unknown long flag": ("--learning_rate 1", "unknown flag --learning_rate: did you mean --learning-rate?"),
-    "a flag glued to its value": ("-b=4", "-b=4: only a long flag takes its value after =; use -b 4 or --batch-size=4"),
+    "a flag glued to its value": ("-b=4", "-b=4: only a long flag takes its value after =; use -b 4"),
     "a value without a flag": ("stray", "unexpected 'stray' after -s (--sample-every)"),
     "an expanded glob": ("-i train_01.bin train_02.bin", "put a pattern such as 'data/*.bin' in quotes"),
     "a dash": ("-", "unexpected '-'"),

@@ -156,6 +156,8 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
     [
         (["-b"], "-b (--batch-size) needs a value, auto, or a whole number of 1 or more, but the command line ends there"),
         (["-o", "-y", "1"], "-o (--output-dir) needs a value, DIR, but the flag -y follows"),
+        (["-o", "--seed=3"], "-o (--output-dir) needs a value, DIR, but the flag --seed=3 follows"),
+        (["-b="], "-b=: only a long flag takes its value after =; use -b B"),
         (["-h"], "--help"),  # who types -h alone wants help, which it is not
         (["-i", "a_1.bin", "a_2.bin"], "unexpected 'a_2.bin' after -i (--train-data)"),  # a pattern the shell has expanded
         (["train"], "unexpected 'train'"),
@@ -166,8 +168,8 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["--flash", "1"], "unknown flag --flash: did you mean --attention?"),
         (["--grad_clip", "1"], "unknown flag --grad_clip: gradients are always clipped to a norm of 1, as llm.c clips them; leave it out"),
         (["-help"], "did you mean --help?"),
-        (["-o=log"], "-o=log: only a long flag takes its value after =; use -o log or --output-dir=log"),
-        (["-x=10", "-b", "4"], "-x=10: only a long flag takes its value after =; use -x 10 or --max-steps=10"),
+        (["-o=log"], "-o=log: only a long flag takes its value after =; use -o log"),
+        (["-x=10", "-b", "4"], "-x=10: only a long flag takes its value after =; use -x 10"),
         (["-lr", "1e-3"], "did you mean -l?"),
         (["-B", "4"], "unknown flag -B"),
         (["--zzzzzzzzzz"], "unknown flag --zzzzzzzzzz: --help lists them all"),

@@ -191,6 +191,9 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
     assert failure().endswith(kept) and failure().count("kept") == 1
     (tmp_path / "DONE_00000008").touch()  # of an earlier run
     assert failure().endswith(f"{kept}, if DONE_00000008 of an earlier run is moved away")
+    (tmp_path / "DONE_00000011").touch()
+    assert failure().endswith(f"{kept}, if DONE_00000008 and DONE_00000011 of an earlier run are moved away")
+    (tmp_path / "DONE_00000011").unlink()
 
 
 @pytest.mark.parametrize("what", ["gone", "cannot be listed"])

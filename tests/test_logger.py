@@ -89,7 +89,7 @@ def test_a_run_that_trains_nothing_writes_its_lines_where_no_other_has(tmp_path)
 
 @pytest.mark.parametrize("name", (LOG_NAME, SPEED_NAME))
 def test_a_fresh_run_keeps_the_log_of_one_that_trained_before(name, tmp_path):
-    """From its first step on; the one before that is gone."""
+    """From its first step on, under the next free number."""
     texts = []
     for steps in (4, 2, 3):
         log = Logger(tmp_path, name=name)
@@ -98,7 +98,7 @@ def test_a_fresh_run_keeps_the_log_of_one_that_trained_before(name, tmp_path):
         log.close()
         texts.append(text(tmp_path, name))
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert len(set(texts)) == 3 and found == {name: texts[2], f"{name}.old": texts[1]}
+    assert len(set(texts)) == 3 and found == {name: texts[2], f"{name}.1": texts[0], f"{name}.2": texts[1]}
 
 
 @pytest.mark.parametrize("checkpoint", range(9))

@@ -25,6 +25,7 @@ from conftest import REPO
 import train_gpt2
 from llmc.backend import Backend
 from llmc.checkpoint.model_file import write_model
+from llmc.checkpoint.store import held_folder
 from llmc.checkpoint.writer import WriteBeside
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
@@ -659,8 +660,8 @@ def test_samples_are_g_tokens_long_with_their_start(case, length):
     assert len(out.split("---\n")[1].split()) == max(0, length - 1)
 
 
-def test_a_new_run_begins_a_log_and_keeps_the_one_before(case, tmp_path, monkeypatch):
-    """The one before alone, and not of a run that only evaluated. Without -o nothing is written."""
+def test_a_new_run_begins_a_log_and_keeps_those_before(case, tmp_path, monkeypatch):
+    """But not of a run that only evaluated. Without -o nothing is written."""
     monkeypatch.chdir(tmp_path)
     argv = [*inputs(case), "-b 4 -t 32 -x 2", QUIET]
     ran(*argv, "-n 1")
@@ -669,14 +670,13 @@ def test_a_new_run_begins_a_log_and_keeps_the_one_before(case, tmp_path, monkeyp
     ran(*argv, "-x 0 -v 1 -m 1 -o", tmp_path)
     first = ran(*argv, "-o", tmp_path) and [(tmp_path / name).read_text() for name in logs]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main.log", "memory.json", "speed.log"]
-    assert "they become main.log.old and speed.log.old" in ran(*argv, "-o", tmp_path)
+    assert "stay there under other names, such as main.log.1\n" in ran(*argv, "-o", tmp_path)
     assert (tmp_path / "main.log").read_text() == first[0] and first[0].count("\n") == 2
-    kept = [f"{name}.old" for name in logs]
-    assert [(tmp_path / name).read_text() for name in kept] == first
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*logs, *kept, "memory.json"])
+    assert [(tmp_path / f"{name}.1").read_text() for name in logs] == first
     ran(*argv, "-x 1 -o", tmp_path)
     ran(*argv, "-x 3 -o", tmp_path)
-    assert [len((tmp_path / name).read_text().splitlines()) for name in (*logs, *kept)] == [3, 3, 1, 1]
+    found = {path.name: len(path.read_text().splitlines()) for path in tmp_path.iterdir() if path.name != "memory.json"}
+    assert found == {f"{name}{number}": lines for name in logs for number, lines in {"": 3, ".1": 2, ".2": 2, ".3": 1}.items()}
     assert json.loads((tmp_path / "memory.json").read_text())["flags"]["max_steps"] == 3
 
 
@@ -685,24 +685,52 @@ def test_validation_data_that_may_mislead_are_noted(case, tmp_path):
     write_shard(tmp_path / "bytes.bin", np.arange(300) % 96)
     write_shard(tmp_path / "others.bin", np.arange(300) + 200)
     sizes = "-b 1 -t 32 -x 0 -s 0"
-    assert "note: -j has 15 batches, of which -m 16 takes some again" in ran(*inputs(case), "-b 4 -t 32 -x 0 -s 0 -m 16")
+    noted = "note: -m 16 takes some of -j's batches more than once, as there are 15; -m -1 takes each once"
+    assert noted in ran(*inputs(case), "-b 4 -t 32 -x 0 -s 0 -m 16")
     for train, val in (("bytes", "others"), ("others", "bytes"), ("others", "others"), ("bytes", "bytes")):
         out = ran("-i", tmp_path / f"{train}.bin", "-j", tmp_path / f"{val}.bin", "-e d6 -m 1", sizes)
         noted = re.findall("the tokens of (..) are single bytes and those of (..) are not", out)
         assert noted == ([] if train == val else [("-i", "-j") if train == "bytes" else ("-j", "-i")])
 
 
-def test_x_0_y_1_looks_at_the_newest_checkpoint_and_leaves_the_folder(case, tmp_path):
-    """Whatever the rest of the training command says; it is the same as naming the model."""
+@pytest.mark.parametrize("logs", [True, False], ids=["with its logs", "without them"])
+def test_x_0_y_1_looks_at_the_newest_checkpoint_and_leaves_the_folder(case, tmp_path, logs):
+    """Whatever the rest of the training command says; it is the same as naming the model. Another run may be writing there."""
     argv = [*inputs(case), "-b 4 -t 32 -v 1 -m 2 -s 1 -g 5"]
     ran(*argv, "-x 4 -n 2 -o", tmp_path)
+    if not logs:
+        for name in ("main.log", "speed.log", "memory.json"):
+            (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    looked = ran(*argv, "-x 0 -y 1 -n 2 -o", tmp_path)
-    assert f"-x 0 looks at the newest checkpoint in {tmp_path}, and leaves the folder as it is" in looked
+    with held_folder(tmp_path):
+        looked = ran(*argv, "-x 0 -y 1 -n 2 -o", tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     named = ran(*argv, "-x 0 -e", tmp_path / "model_00000004.bin")
     found = [re.search(r"val loss .*\ngenerating:\n.*\n.*\n", out)[0] for out in (looked, named)]
     assert found[0] == found[1] and looked.count("val loss") == 1 and "parameter gradients" not in looked
+    assert "| weight init method" in looked and "model_00000004.bin" in looked
+
+
+def test_x_0_y_1_needs_a_checkpoint_of_the_model_that_is_meant(case, tmp_path):
+    argv = [*inputs(case), "-b 4 -t 32 -x 0 -y 1 -v 0 -s 0"]
+    (tmp_path / "none").mkdir()
+    for folder in ("none", "nowhere"):
+        refused = run(*argv, "-o", tmp_path / folder)
+        assert refused.code == 2 and f"looks at the newest checkpoint in {tmp_path / folder}, which has none; leave -y out" in refused.err
+    assert run(*argv).err.startswith("error: -y 1 resumes from the folder that -o names, and there is no -o")
+    ran(*inputs(case), "-b 4 -t 32 -x 1 -n 1 -v 0 -s 0 -o", tmp_path)
+    assert "resume with the -e of the run that wrote it" in run(*argv, "-e d6 -o", tmp_path).err
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_noted(case, tmp_path, monkeypatch):
+    argv, n = [*inputs(case), "-b 4 -t 32 -v 0 -s 0 -n 2 -o", tmp_path], num_parameters(CONFIG)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2 * 16 * n))  # fp32: the model, m, v and the master
+    line = f"note: a checkpoint takes {-(-16 * n // MIB)} MiB, and {tmp_path} has no room for that of step "
+    assert "no room" not in ran(*argv, "-x 4")
+    assert f"{line}9; -nk 1 keeps the newest alone\n" in ran(*argv, "-x 9 -y 1 -nk 4")  # 6, 8 and the end, beside those of 2 and 4
+    assert "no room" not in ran(*argv, "-x 9 -nk 1")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * n - 1))
+    assert f"{line}2\n" in ran(*argv, "-x 3 -nk 1")
 
 
 def test_another_seed_is_another_sample(case):

@@ -1,15 +1,17 @@
 """What a run says of itself before its first step: each sentence where it is true, with its numbers, and nowhere else."""
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
 
 from llmc.config import config_from_descriptor
 from llmc.distributed import World
+from llmc.errors import UserError
 from llmc.flags import parse
 from llmc.memory.plan import Plan
-from llmc.memory.tables import num_parameters
-from llmc.preamble import changes_since, chosen_line, disk_notes, notes, optimisation, print_device, print_settings, print_sizes
+from llmc.preamble import changes_since, chosen_line, notes, optimisation, print_device, print_settings, print_sizes
 from llmc.request import plan_options
 from llmc.units import MIB
 
@@ -119,7 +121,9 @@ def test_samples_of_nothing_are_noted(length):
     assert said("-g 2") == said(f"-g {length} -s 0") == []
 
 
-@pytest.mark.parametrize("flags", ["-x 0 -ge 1 -r 2", "-x 0 -b 1 -d 8192", "-x 0 -u 200", "-x 0 -t 64"])
+@pytest.mark.parametrize("flags", [
+    "-x 0 -ge 1 -r 2", "-x 0 -b 1 -d 8192", "-x 0 -u 200", "-x 0 -t 64", "-x 0 -k linear", "-x 0 -k constant -u 5", "-x 0 -n 5",
+])  # fmt: skip
 def test_nothing_is_noted_of_training_where_there_is_none(flags):
     assert said(flags, steps=4, max_steps=0, processes=2) == [MEMORY]
 
@@ -170,42 +174,37 @@ def test_a_resumption_that_finds_nothing_says_what_it_starts_from(tmp_path, monk
     (tmp_path / "log" / "main.log").write_text("s:0 tel:4.0000\ns:0 trl:4.0000\n")
     assert said("-y 1 -o log -n 1 -e d12") == [
         "-y 1: no complete checkpoint in log, starting from d12",
-        "note: the logs in log are of an earlier run: they become main.log.old and speed.log.old at the first step",
+        "note: the logs in log are of an earlier run, and stay there under other names, such as main.log.1",
     ]
     assert said("-y 1 -o log -n 1 -e d12", resumes=True) == []
 
 
-def test_an_evaluation_of_a_checkpoint_or_into_one_says_what_it_does(tmp_path):
-    assert said(f"-o {tmp_path} -n 1 -x 0 -y 1", max_steps=0, resumes=True) == [
-        f"-x 0 looks at the newest checkpoint in {tmp_path}, and leaves the folder as it is", MEMORY,
-    ]  # fmt: skip
+def test_an_evaluation_that_writes_a_checkpoint_says_what_it_takes(tmp_path):
     assert said(f"-o {tmp_path} -n 1 -x 0", max_steps=0) == [
         "note: with -n and -o, -x 0 writes the weights as a checkpoint of step 0, which takes the memory of training"
     ]
 
 
-def test_checkpoints_that_will_not_fit_on_the_disk_are_noted():
-    """d12 in bf16: 2 bytes a parameter for the model, and 12 for m, v and master; ZeRO shares these out, ranks without it repeat them."""
-    n, one = num_parameters(D12), 14 * num_parameters(D12)
-    for flags, processes, size in (("", 1, one), ("-z 1", 4, one), ("", 2, 26 * n), ("-w 0", 1, 10 * n)):
-        s, o = planned(f"{flags} -o log -n 10", processes=processes)
-        assert o.checkpoint_file_bytes == size
-        assert list(disk_notes(s, o, 30, 3 * size)) == list(disk_notes(s, o, 0, 0)) == []
-        (line,) = disk_notes(s, o, 31, 4 * size - 1)
-        assert f"a checkpoint takes {-(-size // MIB)} MiB, and log has room for 3 of the 4 that" in line
-    s, o = planned("-o log -n 10 -nk 2")
-    assert not list(disk_notes(s, o, 1000, 3 * one)) and "room for 2 of the 3 that" in next(disk_notes(s, o, 1000, 3 * one - 1))
-    assert not list(disk_notes(*planned("-o log"), 1000, 0))
-
-
 def test_flags_that_a_resumed_run_changes_are_told():
     """A checkpoint from before they were written down says nothing, nor does one of the same."""
     before, now = (optimisation(planned(flags)[0], tokens) for flags, tokens in (("-l 1e-5 -k linear -q 0", 4096), ("-c 0.1", 8192)))
-    assert list(changes_since(before, now)) == [
+    assert list(changes_since(before, now, "e.json")) == [
         "note: the checkpoint was written with -l 1e-05 -k linear -q 0.0 -c 0.0 -d 4096, and the run goes on with "
         "-l 0.0003 -k cosine -q 1.0 -c 0.1 -d 8192"
     ]
-    assert list(changes_since({}, now)) == list(changes_since(now, now)) == []
+    assert list(changes_since({}, now, "e.json")) == list(changes_since(now, now, "e.json")) == []
+
+
+@pytest.mark.parametrize("written, found", [
+    ([], "optimisation []"), ("text", "optimisation 'text'"), (None, "optimisation None"),
+    ({"learning_rate": math.nan}, "learning_rate nan"), ({"weight_decay": "a\nb"}, "weight_decay 'a\\nb'"),
+    ({"total_batch_size": True}, "total_batch_size True"), ({"lr_scheduler": "cos"}, "lr_scheduler 'cos'"),
+    ({"warmup_steps": -1}, "warmup_steps -1"), ({"warmup_steps": None}, "warmup_steps None"), ({"skip_loss_z": []}, "skip_loss_z []"),
+    ({"total_batch_size": 1 << 99}, f"total_batch_size {1 << 99}"),
+])  # fmt: skip
+def test_values_that_a_flag_does_not_take_are_damage(written, found):
+    with pytest.raises(UserError, match=f"^{re.escape(f'e.json says {found}; expected ')}.* damaged; resume from another checkpoint"):
+        list(changes_since(written, optimisation(planned("")[0], 64), "e.json"))
 
 
 # ----------------------------------------------------------------------------

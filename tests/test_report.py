@@ -206,19 +206,26 @@ def test_json_is_strict_and_comes_back_as_it_was(o, budget):
     assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
-OTHER_OPTIONS = dict(
-    B=5, T=8, precision="fp32", recompute=3, master="bits16", optimizer_state="bf16", grad_dtype="fp32", offload_residual=True,
-    offload_optimizer=True, device="cpu", kernels="torch", gelu_fusion=3, attention="flash", head_chunk=3, sample_length=9, ranks=5,
-    zero_stage=2, tensor_parallel=5, matmul="fp8", factors="fp32", step_sequences=6, reduce_every_micro_step=True, keep_gathered=True,
-    processors=9, async_checkpoint=True, trains=False, rank=1,
-)  # fmt: skip
+# field of PlanOptions -> its name in JSON, and another value than the default
+TOLD = {
+    "B": ("batch_size", 5), "T": ("sequence_length", 8), "precision": ("precision", "fp32"), "recompute": ("recompute", 3),
+    "master": ("master", "bits16"), "optimizer_state": ("optimizer_state", "bf16"), "grad_dtype": ("grad_dtype", "fp32"),
+    "offload_residual": ("offload_residual", True), "offload_optimizer": ("offload_optimizer", True), "device": ("device", "cpu"),
+    "kernels": ("kernels", "torch"), "gelu_fusion": ("gelu_fusion", 3), "attention": ("attention", "flash"),
+    "head_chunk": ("head_chunk", 3), "sample_length": ("sample_length", 9), "ranks": ("ranks", 5), "zero_stage": ("zero_stage", 2),
+    "tensor_parallel": ("tensor_parallel", 5), "matmul": ("matmul", "fp8"), "factors": ("factors", "fp32"),
+    "step_sequences": ("sequences_per_step", 6),
+    "reduce_every_micro_step": ("reduce_every_micro_step", True), "keep_gathered": ("tp_recompute_allgather", False),
+    "processors": ("processors", 9), "async_checkpoint": ("async_checkpoint", True), "trains": ("trains", False), "rank": ("rank", 1),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(PlanOptions) if field.name != "config"])
-def test_json_tells_every_option_of_a_plan(name):
+@pytest.mark.parametrize("field", [field.name for field in fields(PlanOptions) if field.name != "config"])
+def test_json_tells_every_option_of_a_plan(field):
     """So two plans that differ do not look alike; the model has an object of its own."""
-    o = PlanOptions(ODD, 3, 7, device="cuda")
-    assert options_json(replace(o, **{name: OTHER_OPTIONS[name]})) != options_json(o)
+    (name, value), o = TOLD[field], PlanOptions(ODD, 3, 7, device="cuda")
+    asked = replace(o, **{field: not value if field == "keep_gathered" else value})
+    assert options_json(asked)[name] == value != options_json(o)[name]
 
 
 def test_json_says_what_was_planned_for():

@@ -1028,7 +1028,7 @@ def killed_before_each_call(folder, argv, timeout_s=120) -> list[int]:
         assert ("resuming at step" in out) == (before > 0) and len(losses(out)) == 2 - before
         assert_same_end(left, straight, 2)
         names = {path.name for path in left.iterdir()}
-        assert names - {"main.log.old", "speed.log.old"} == {path.name for path in straight.iterdir()}  # .old: before a checkpoint
+        assert names - {"main.log.1", "speed.log.1"} == {path.name for path in straight.iterdir()}  # of steps before a checkpoint
         seen.append(before)
     return seen
 

@@ -142,11 +142,15 @@ def test_a_state_of_another_rank_or_another_model_is_refused(tmp_path):
 
 
 def test_extra_values_come_back_exactly(tmp_path):
-    """As json has them: numbers of any length, and any name that a shard may have."""
+    """As json has them: numbers of any length, floats to the last bit, and any name that a shard may have. It has no nan."""
     path = tmp_path / "e.json"
     values = {"n": 2**70, "nested": {"on": True, "none": None, "name": "float:0.bin", "empty": []}, "shards": [["\udcff é", 3]]}
+    values["floats"] = [0.1, 1 / 3, 5e-324, 1e300]
     write_extra(path, values)
     assert read_extra(path) == values and type(read_extra(path)["n"]) is int
+    with pytest.raises(ValueError):
+        write_extra(path, {"loss": float("nan")})
+    assert read_extra(path) == values
 
 
 def test_a_checkpoint_of_llmc_has_no_extra(tmp_path):

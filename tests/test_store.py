@@ -188,3 +188,19 @@ def test_an_unmarked_checkpoint_is_not_found(tmp_path):
     store.unmark(tmp_path, 4)
     assert store.find_last_step(tmp_path) == 2
     store.unmark(tmp_path, 4)  # nothing there is no error
+
+
+@pytest.mark.parametrize("room, start, end, there, rotation, step", [
+    (3, 0, 30, set(), (10, 0, 0), None), (2, 0, 30, set(), (10, 0, 0), 30), (2, 0, 25, set(), (10, 0, 0), 25),
+    (0, 0, 5, set(), (10, 0, 0), 5),
+    (2, 0, 30, set(), (10, 1, 0), None), (1, 0, 30, set(), (10, 1, 0), 20),  # the next is written before one is deleted
+    (1, 20, 60, {10, 20}, (10, 2, 0), None), (0, 20, 60, {10, 20}, (10, 2, 0), 30), (1, 20, 60, {20}, (10, 2, 0), 40),
+    (3, 0, 60, set(), (10, 1, 30), None), (2, 0, 60, set(), (10, 1, 30), 50),
+    (2, 4, 6, set(), (5, 0, 0), None), (1, 4, 6, set(), (5, 0, 0), 6),
+    (1, 0, 20, {10, 20}, (10, 0, 0), None),  # of an earlier run, and replaced
+    (0, 0, 0, set(), (10, 0, 0), None), (0, 30, 20, set(), (10, 0, 0), None), (0, 0, 30, set(), (0, 0, 0), None),
+    (0, 0, 30, set(), (-1, 0, 0), None),
+])  # fmt: skip
+def test_the_first_checkpoint_that_a_disk_has_no_room_for(room, start, end, there, rotation, step):
+    every, keep, major_every = rotation
+    assert store.first_without_room(room, start, end, there, every=every, keep=keep, major_every=major_every) == step

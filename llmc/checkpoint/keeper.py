@@ -12,7 +12,7 @@ import os
 from contextlib import contextmanager
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
-from llmc.checkpoint.store import done_path, highest_step, unmark
+from llmc.checkpoint.store import done_path, highest_step, steps_done, unmark
 from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
 from llmc.errors import UserError
 from llmc.flags import Settings
@@ -44,10 +44,10 @@ class Checkpoints:
 
         - where there is no -o,
         - at the step just resumed from,
-        - before anything is trained, unless that is the end, with -x 0, of a run that was not to resume.
+        - before anything is trained, unless that is the end, with -x 0.
         """
         s = self._settings
-        if not s.output_dir or step == self._resumed or step == 0 and (stopping or not last or s.resume):
+        if not s.output_dir or step == self._resumed or step == 0 and (stopping or not last):
             return False
         periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
         return periodic or stopping
@@ -120,17 +120,17 @@ class Checkpoints:
                 with self._kept_told():
                     rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
 
-    def kept(self, when: str = "") -> str:
-        """Where a run that ends early may be resumed, and when ("once that is mended, "), for the sentence that it ends with; empty if
-        nowhere."""
+    def kept(self, once_mended: bool = False) -> str:
+        """Where a run that ends early, with an error or without, may be resumed, for the sentence that it ends with; empty if nowhere."""
         folder = self._settings.output_dir
         if self.newest is None or not os.path.exists(done_path(folder, self.newest)):
             return ""
         try:
-            highest = highest_step(folder)
+            higher = [done_path(folder, step).name for step in sorted(steps_done(folder)) if step > self.newest]
         except UserError:  # the sentence is about something else that the disk did before
             return ""
-        unless = f", if {done_path(folder, highest).name} of an earlier run is moved away" if highest > self.newest else ""
+        when = "once that is mended, " if once_mended else ""
+        unless = f", if {' and '.join(higher)} of an earlier run {'is' if len(higher) == 1 else 'are'} moved away" if higher else ""
         return f"step {self.newest} is kept in {folder}: {when}-y 1 goes on there{unless}"
 
     @contextmanager
@@ -139,7 +139,7 @@ class Checkpoints:
         try:
             yield
         except UserError as error:
-            raise UserError("; ".join(filter(None, (str(error), self.kept("once that is mended, "))))) from error
+            raise UserError("; ".join(filter(None, (str(error), self.kept(once_mended=True))))) from error
 
     def disown(self) -> str:
         """The weights give no finite loss: a checkpoint that is not proven no longer counts, unless the run resumed from it; that one is

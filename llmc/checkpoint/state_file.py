@@ -173,9 +173,10 @@ def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
 
 
 def write_extra(path, values: dict) -> None:
-    """Write plain values as JSON, whole or not at all. Numbers are whole; what has others writes them as text of its own.
+    """Write plain values as JSON, whole or not at all. Floats come back to the last bit. JSON has no nan and no infinity: what may be one,
+    such as a loss, must be text.
 
-    Raises UserError where the disk is full or denies the write.
+    Raises UserError where the disk is full or denies the write; ValueError for nan and infinity.
     """
     write_atomically(path, [json.dumps(values, indent=1, allow_nan=False).encode()], doing="writing the state")
 

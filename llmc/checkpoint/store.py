@@ -53,14 +53,19 @@ def find_last_step(folder) -> int | None:
 
 def highest_step(folder) -> int | None:
     """The highest step with a DONE file, whatever else there is of that checkpoint; None as in find_last_step."""
+    return max(steps_done(folder), default=None)
+
+
+def steps_done(folder) -> set[int]:
+    """The steps that have a DONE file; none where there is no such folder."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
-        return None
+        return set()
     except OSError as error:
         reason = f"{folder} cannot be read ({error.strerror}); expected a folder of checkpoints"
         raise UserError(f"{reason}, so check the path and its permissions") from None
-    return max((int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8,})", name))), default=None)
+    return {int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8,})", name))}
 
 
 def require(path: Path, folder, step: int) -> None:
@@ -113,6 +118,27 @@ def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | 
     if keep <= 0 or old <= 0 or (major_every > 0 and old % major_every == 0):
         return None
     return old
+
+
+def first_without_room(room: int, start: int, end: int, there: set[int], *, every: int, keep: int, major_every: int) -> int | None:
+    """The step of the first checkpoint after `start` that a disk has no room for; None if all fit that are due up to `end`.
+
+    room                      checkpoints that fit beside those of the steps `there`
+    every, keep, major_every  as in step_to_delete
+    """
+    due = range(start // every * every + every, end, every) if every > 0 else ()
+    there = set(there)
+    for step in (*due, end) if every > 0 and end > start else ():
+        if step not in there:
+            room -= 1
+        if room < 0:
+            return step
+        there.add(step)
+        old = step_to_delete(step, every, keep, major_every)
+        if old in there:
+            there.remove(old)
+            room += 1
+    return None
 
 
 TEMPORARY = re.compile(

@@ -206,14 +206,14 @@ def network_json(network: Network) -> dict:
 
 
 def options_json(o: PlanOptions) -> dict:
-    """All options of a plan, with what auto came to, under the names of their flags where they have one."""
+    """All options of a plan, with what auto came to, under the names of their flags if they have one. Sequences per step are a rank's."""
     return {
         "trains": o.trains, "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device,
         "recompute": o.recompute, "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state,
         "grad_dtype": o.gradients,
         "matmul": None if o.device == "cuda" and o.matmul == "native" else o.matmul, "factors": o.factor_type,
         "kernels": o.kernel_set, "attention": o.attention_kind, "gelu_fusion": o.gelu_fusion, "sample_length": o.sample_length,
-        "processors": o.processors if o.device == "cuda" else None, "sequences_per_step": o.step_sequences, "rank": o.rank,
+        "processors": o.processors if o.device == "cuda" else None, "sequences_per_step": max(o.B, o.step_sequences), "rank": o.rank,
         "offload_residual": o.offload_residual, "offload_optimizer": o.offload_optimizer, "head_chunk": o.head_chunk,
         "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
         "tp_recompute_allgather": int(not o.keep_gathered), "reduce_every_micro_step": int(o.reduce_every_micro_step),
