@@ -31,6 +31,9 @@ class ModelConfig:
     channels: int
     padded_vocab_size: int
 
+    def __str__(self) -> str:
+        return f"L={self.num_layers} NH={self.num_heads} C={self.channels} V={self.vocab_size}"
+
     @property
     def head_size(self) -> int:
         """Channels of a head."""

@@ -126,7 +126,7 @@ class GPT2:
         for name in (a.name for a in BLOCK_ACTIVATIONS if a.name in acts and a.name != "residual3"):
             setattr(block, name, acts[name][l] if self.plan.tensors[name].purpose == "kept" else acts[name])
         block.all_rows = {}  # name -> the rows of all parts of ln1 and ln2, where these are kept
-        if self.plan.options.keeps_gathered:
+        if self.plan.options.keeps_all_rows:
             block.all_rows = {name: getattr(block, name) for name in ("ln1", "ln2")}
             for name, rows in block.all_rows.items():
                 setattr(block, name, self.parts.own_rows(rows))

@@ -95,7 +95,7 @@ def newest_checkpoint(s: Settings) -> Source | None:
         raise UserError(f"{error}, or {RESUME_FROM_ANOTHER}") from None
     if not s.model.endswith(".bin") and (named := named_config(s.model)) != config:
         raise UserError(
-            f"{path} is {describe(config)}, but -e {s.model} is {describe(named)}; "
+            f"{path} is {sizes_in_words(config)}, but -e {s.model} is {sizes_in_words(named)}; "
             "resume with the -e of the run that wrote it, or choose another -o"
         )
     return Source(config, path, precision, step)
@@ -113,8 +113,9 @@ def named_config(name: str) -> ModelConfig:
     raise UserError(f"-e {name} is a folder; {meant}")
 
 
-def describe(config: ModelConfig) -> str:
-    return f"L={config.num_layers} NH={config.num_heads} C={config.channels} V={config.vocab_size} maxT={config.max_seq_len}"
+def sizes_in_words(config: ModelConfig) -> str:
+    """All that a model's tensors depend on, but for padding."""
+    return f"{config} maxT={config.max_seq_len}"
 
 
 def check_lengths(s: Settings, config: ModelConfig):
@@ -154,7 +155,7 @@ def check_agreement(s: Settings, source: Source, precision: str, world: World):
     """
     facts = {name: value for name, value in asdict(s).items() if name not in OWN_FLAGS}
     facts |= {
-        "version": __version__, "precision": precision, "model": describe(source.config),
+        "version": __version__, "precision": precision, "model": sizes_in_words(source.config),
         "output_dir": "a folder" if s.output_dir else "empty",
     }  # fmt: skip
     for name, theirs in different_from_first(world, facts, "flags").items():

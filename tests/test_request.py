@@ -284,7 +284,7 @@ def test_levels_that_do_not_go_with_offloaded_residuals_are_neither_taken_nor_pr
 def test_levels_that_do_not_keep_what_is_gathered_are_neither_taken_nor_proposed():
     flags = "--tensor-parallel 2 --tp-recompute-allgather 0 --kernels numba -b 64 -t 256"
     o = plan_options(asked(f"{flags} -r auto"), D12, "bf16", "cpu", World(num_processes=2, num_local=2))
-    assert o.keeps_gathered and levels_of(o) == (0, 1)
+    assert o.keeps_all_rows and levels_of(o) == (0, 1)
     budget = Plan(replace(o, recompute=1)).total_bytes - 1
     with pytest.raises(NotEnoughMemory, match="no recompute level fits .*: -r 1 still needs"):
         choose_recompute(o, budget)

@@ -79,12 +79,12 @@ def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geom
     left = rest.left(written.served) if rest else not_served(states, old_shards, was)
     left, notes = on_other_shards(left, old_shards, shards)
     remainder = Remainder(left, geometry)
-    notes.insert(0, describe(remainder, was))
+    notes.insert(0, remainder_note(remainder, was))
     seed = (MersenneTwister.from_bytes(states[0].shuffle_rng).u32() + rank) % 2**32
     return Continued(None, shuffled, seed, remainder if remainder.num_samples else None, notes=tuple(notes))
 
 
-def describe(remainder: Remainder, was: Geometry) -> str:
+def remainder_note(remainder: Remainder, was: Geometry) -> str:
     """One line for the user on what is served after the change."""
     now = remainder.geometry
     change = f"with {now}, after {was}" if was != now else "with other training files"

@@ -67,7 +67,7 @@ def _block_rows(o: PlanOptions):
         if a.name == "residual3":
             yield a.name, "kept", f"{1 + max(residual_slots(o))} {a.shape}", a.dtype, STEP
         elif a.name in kept:
-            all_rows = o.keeps_gathered and a.name in ("ln1", "ln2")
+            all_rows = o.keeps_all_rows and a.name in ("ln1", "ln2")
             yield a.name, "kept", "L B T C" if all_rows else "L " + a.shape, a.dtype, STEP
         else:
             yield a.name, "gradient" if a in BLOCK_GRADIENTS else "shared", a.shape, a.dtype, *lifetimes[a.name]

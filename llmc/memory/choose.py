@@ -33,7 +33,7 @@ def levels_of(options: PlanOptions) -> tuple[int, ...]:
     return tuple(
         level
         for level in NOT_KEPT
-        if (can_offload(level) or not options.offload_residual) and (can_keep_gathered(level) or not options.keeps_gathered)
+        if (can_offload(level) or not options.offload_residual) and (can_keep_gathered(level) or not options.keeps_all_rows)
     )
 
 

@@ -173,7 +173,7 @@ class PlanOptions:
         return self.num_parameters - self.config.num_layers * self.layer_elements
 
     @property
-    def keeps_gathered(self) -> bool:
+    def keeps_all_rows(self) -> bool:
         """Whether ln1 and ln2, where they are kept for backward, are kept with the rows of all parts and not only this part's own."""
         return self.keep_gathered and self.tensor_parallel > 1
 

@@ -90,7 +90,6 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
 
 def describe(o: PlanOptions) -> str:
     """The options of a plan in one line."""
-    c = o.config
     forms = [o.precision, f"on {o.device}"]
     if not o.trains:
         forms.append("nothing is trained")
@@ -116,7 +115,7 @@ def describe(o: PlanOptions) -> str:
         forms.append(f"one of {o.world} ranks, ZeRO stage {o.zero_stage}")
     if o.tensor_parallel > 1:
         forms.append(f"tensor parallel in {o.tensor_parallel} parts")
-    return f"L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, B={o.B} T={o.T}, {', '.join(forms)}"
+    return f"{o.config}, B={o.B} T={o.T}, {', '.join(forms)}"
 
 
 def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> str:

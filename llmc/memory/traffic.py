@@ -200,7 +200,7 @@ def _rows(o, grad_accum_steps):
 
 def _gathers_and_sums(o, stages) -> tuple[int, int]:
     """How often the stages of a block gather the stream, and sum into it."""
-    kept = {"ln1", "ln2"} & set(kept_names(o.recompute)) if o.keeps_gathered else set()
+    kept = {"ln1", "ln2"} & set(kept_names(o.recompute)) if o.keeps_all_rows else set()
     backward = {stage.name for stage in BACKWARD_STAGES}
     gathers, sums, there = 0, 0, None  # there: the tensor whose rows the buffer holds
     for stage in stages:
