@@ -110,7 +110,16 @@ def changes_since(written, now: dict, path):
 
 def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):
     """Lines about what a user may not expect of these flags. max_steps: those of -x, or of an epoch."""
-    config, log = o.config, Path(s.output_dir, LOG_NAME)
+    yield from _of_computing(s, o, grad_accum_steps)
+    if s.max_steps != 0:
+        yield from _of_the_learning_rate(s, max_steps)
+    yield from _of_samples(s, o, has_tokenizer)
+    yield from _of_checkpoints(s, o)
+    yield from _of_the_folder(s, resumes)
+
+
+def _of_computing(s: Settings, o: PlanOptions, grad_accum_steps: int):
+    config = o.config
     if padded := -config.num_heads % s.tensor_parallel:
         yield (
             f"note: {config.num_heads} heads in {s.tensor_parallel} equal parts: {padded} more are computed, whose weights are zero, "
@@ -129,44 +138,64 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
         yield f"note: with -ge {s.gelu_fusion} the GELU that -r {o.recompute} computes again is not the matmul's to the last bit"
     if o.matmul == "fp8":
         yield "note: --matmul fp8 has other bits and other losses than bf16; MFU stays relative to the bf16 peak"
-    if not has_tokenizer and s.sample_every > 0:
-        yield (
-            f"no gpt2_tokenizer.bin of {config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
-            "(python scripts/write_tokenizer.py makes one)"
-        )
-    if o.trains and s.max_steps == 0:
-        yield "note: with -n and -o, -x 0 writes the weights as a checkpoint of step 0, which takes the memory of training"
     if not o.trains:
         yield "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
-    if s.sequence_length < config.max_seq_len and o.trains:
+    elif s.sequence_length < config.max_seq_len:
         yield f"note: -t {s.sequence_length} is below the model's {config.max_seq_len} positions; the rest of wpe will not be trained"
-    if not s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
-        yield "note: without -o nothing is written, neither logs nor the trained weights"
-    if s.checkpoint_every > 0 and not s.output_dir and s.max_steps != 0:
-        yield f"note: -n {s.checkpoint_every} writes no checkpoints without -o, the folder for them"
-    if s.checkpoint_every <= 0 and (s.checkpoints_keep > 0 or s.major_checkpoint_every > 0):
-        yield "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"
-    if s.output_dir and s.checkpoint_every <= 0 and s.max_steps != 0:
-        yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when something stops it before"
+
+
+def _of_the_learning_rate(s: Settings, max_steps: int):
+    if s.lr_scheduler == "constant":
+        if s.warmup_steps or s.final_lr_fraction != 1:
+            yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
+        return
+    if s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:  # with llm.c's defaults the cosine is flat, as is well known
+        yield f"note: -k {s.lr_scheduler} decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"
+    if s.warmup_steps >= max_steps:
+        yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
+
+
+def _of_samples(s: Settings, o: PlanOptions, has_tokenizer: bool):
     if s.hellaswag_data != Settings().hellaswag_data and not s.hellaswag:
         yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
-    if s.max_steps != 0 and s.lr_scheduler == "constant" and (s.warmup_steps or s.final_lr_fraction != 1):
-        yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
-    elif s.max_steps != 0 and s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:
-        yield f"note: -k {s.lr_scheduler} decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"
-    if s.lr_scheduler != "constant" and s.warmup_steps >= max_steps > 0:
-        yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
-    if s.sample_every > 0 and s.sample_length < 2:
+    if s.sample_every <= 0:
+        return
+    if not has_tokenizer:
+        yield (
+            f"no gpt2_tokenizer.bin of {o.config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
+            "(python scripts/write_tokenizer.py makes one)"
+        )
+    if s.sample_length < 2:
         yield f"note: -g {s.sample_length} leaves nothing to generate after the end-of-text that samples start with; -s 0 prints none"
-    if o.async_checkpoint and not (s.checkpoint_every > 0 and s.output_dir):
+
+
+def _of_checkpoints(s: Settings, o: PlanOptions):
+    trains, periodic = s.max_steps != 0, s.checkpoint_every > 0
+    if trains and not s.output_dir:
+        what = f"-n {s.checkpoint_every} writes no checkpoints" if periodic else "neither logs nor the trained weights are written"
+        yield f"note: {what} without -o, the folder for them"
+    if trains and s.output_dir and not periodic:
+        yield f"note: without -n no checkpoint is written to {s.output_dir} when training is done, only when something stops it before"
+    if not trains and s.output_dir and periodic:
+        yield "note: with -n and -o, -x 0 writes the weights as a checkpoint of step 0, which takes the memory of training"
+    if not periodic and (s.checkpoints_keep > 0 or s.major_checkpoint_every > 0):
+        yield "note: -nk and -nm say which of -n's checkpoints stay, and there is no -n"
+    if o.async_checkpoint and not (periodic and s.output_dir):
         yield "note: --async-checkpoint 1 keeps room for checkpoints, but none is written beside training without -n and -o"
-    if s.output_dir and not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
+
+
+def _of_the_folder(s: Settings, resumes: bool):
+    if not s.output_dir:
+        return
+    log = Path(s.output_dir, LOG_NAME)
+    if not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
         )
-    if s.output_dir and s.max_steps == 0 and not resumes and is_of_training(log):
-        yield f"note: nothing is trained, so the logs of the run in {s.output_dir} stay, and what is measured now is only printed"
     if s.resume and not resumes:
         yield f"-y 1: no complete checkpoint in {s.output_dir}, starting from {s.model}"
-    if s.output_dir and s.max_steps != 0 and not resumes and is_of_training(log):
-        yield f"note: the logs in {s.output_dir} are of an earlier run, and stay there under other names, such as {old_name(log).name}"
+    if not resumes and is_of_training(log):
+        if s.max_steps == 0:
+            yield f"note: nothing is trained, so the logs of the run in {s.output_dir} stay, and what is measured now is only printed"
+        else:
+            yield f"note: the logs in {s.output_dir} are of an earlier run, and stay there under other names, such as {old_name(log).name}"

@@ -25,7 +25,7 @@ def planned(flags="", kind="cuda", config=D12, processes=1, precision="bf16"):
 
 
 MEMORY = "-x 0 trains nothing: no memory is planned for gradients, optimizer state or backward, whatever -r is"
-NOTHING_WRITTEN = "note: without -o nothing is written, neither logs nor the trained weights"
+NOTHING_WRITTEN = "note: neither logs nor the trained weights are written without -o, the folder for them"
 
 
 def said(flags="", *, steps=1, max_steps=100, has_tokenizer=True, resumes=False, **planned_for) -> list[str]:
@@ -44,7 +44,10 @@ def rows(out) -> dict[str, str]:
 # notes
 
 
-@pytest.mark.parametrize("flags", ["", "-r 0 -ge 2", "-r 6 -ge 3", "-n 10 -o log --async-checkpoint 1", "--attention flash", "-n -1"])
+@pytest.mark.parametrize("flags", [
+    "", "-r 0 -ge 2", "-r 6 -ge 3", "-n 10 -o log --async-checkpoint 1", "--attention flash", "-n -1", "-k constant", "-k linear -q 0",
+    "-q 0.1 -u 5",
+])  # fmt: skip
 def test_nothing_is_noted_of_what_anybody_expects(flags):
     assert said(flags) == []
 
