@@ -344,7 +344,10 @@ def refuse_too_large(run: Run):
 def print_disk_note(run: Run):
     """Say so if the disk has no room for all the checkpoints to come."""
     s, o = run.settings, run.plan.options
-    room = shutil.disk_usage(s.output_dir).free // o.checkpoint_file_bytes
+    try:
+        room = shutil.disk_usage(s.output_dir).free // o.checkpoint_file_bytes
+    except OSError:  # nobody knows
+        return
     step = first_without_room(
         room, run.resume_step or 0, run.max_steps, steps_done(s.output_dir),
         every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every,

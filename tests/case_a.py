@@ -12,6 +12,7 @@ from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot
 from llmc.checkpoint.state_file import read_facts, tensor_names, tensor_offset
 from llmc.checkpoint.writer import WriteAtOnce
 from llmc.config import ModelConfig
+from llmc.data.resume import Continued
 from llmc.data.walk import LoaderState
 from llmc.memory.tables import PARAMETERS, resolve, sizes_of
 
@@ -88,9 +89,14 @@ class NoLoader:
         return LoaderState(False, 0, 0, none, 0, none, b"")
 
 
-def read_state(path, num_parameters, rank=None):
+def restore(loader, state):
+    """Let a loader go on at a saved place, as a resumed run with the same shards and batches does."""
+    loader.go_on(Continued(state, state.should_shuffle))
+
+
+def read_state(path, num_parameters):
     """A state file's facts, and its tensors by name, (num_parameters,) fp32."""
-    state = read_facts(path, num_parameters, rank)
+    state = read_facts(path, num_parameters)
     names = tensor_names(state.use_master_weights)
     return state, {name: np.fromfile(path, "<f4", num_parameters, offset=tensor_offset(name, num_parameters)) for name in names}
 

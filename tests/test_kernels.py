@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from case_a import CONFIG, save_snapshot, write_case_a
+from case_a import CONFIG, restore, save_snapshot, write_case_a
 from interpreter import little_to_interpret, quick_interpreter  # noqa: F401  (a fixture)
 from oracle import assert_as_good_as_eager
 from test_layers import (
@@ -1032,7 +1032,7 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
     other, other_loader = start()
     saved = SavedState(tmp_path, 1, config)
     load_snapshot(tmp_path, 1, other, saved)
-    other_loader.restore(saved.rank(0).loader)
+    restore(other_loader, saved.rank(0).loader)
     assert state(other) == before
     train(model, loader, 2)
     train(other, other_loader, 2)

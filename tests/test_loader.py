@@ -10,6 +10,7 @@ from pathlib import Path
 import case_a
 import numpy as np
 import pytest
+from case_a import restore
 
 from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder
@@ -133,9 +134,9 @@ def test_resuming_equals_never_stopping(shards, shuffle, served):
     expected = batches(loader, 30)
     resumed = TokenLoader(shards, 2, 5, shuffle=shuffle)
     batches(resumed, 3)
-    resumed.restore(state)
+    restore(resumed, state)
     assert_same(batches(resumed, 30), expected)
-    resumed.restore(state)  # serving on did not change it
+    restore(resumed, state)  # serving on did not change it
     assert_same(batches(resumed, 30), expected)
 
 
@@ -144,11 +145,10 @@ def test_a_restored_place_keeps_the_permutation_in_the_file(shards):
     loader = TokenLoader(shards, 2, 5, shuffle=True)
     order = np.array([2, 0, 1], np.int32)
     samples = np.array([6, 5, 4, 3, 2, 1, 0], np.int32)
-    loader.restore(
-        dataclasses.replace(
-            loader.state(), current_shard_idx=0, current_sample_idx=1, shard_indices=order, shard_num_samples=7, intra_shard_indices=samples
-        )
+    state = dataclasses.replace(
+        loader.state(), current_shard_idx=0, current_sample_idx=1, shard_indices=order, shard_num_samples=7, intra_shard_indices=samples
     )
+    restore(loader, state)
     assert loader.next_batch()[0][0, 0] == 2050
 
 
@@ -167,16 +167,16 @@ def test_a_restored_place_keeps_the_permutation_in_the_file(shards):
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(shards, change, message):
     loader, untouched = (TokenLoader(shards, 2, 5, shuffle=True) for _ in range(2))
     with pytest.raises(UserError, match=message):
-        loader.restore(dataclasses.replace(loader.state(), **change))
+        restore(loader, dataclasses.replace(loader.state(), **change))
     assert_same(batches(loader, 30), batches(untouched, 30))
 
 
 def test_an_ordered_state_beyond_the_data_is_refused(shards):
     loader = TokenLoader(shards, 2, 5)
     with pytest.raises(UserError, match="at least 8 shards"):
-        loader.restore(dataclasses.replace(loader.state(), current_shard_idx=7))
+        restore(loader, dataclasses.replace(loader.state(), current_shard_idx=7))
     with pytest.raises(UserError, match="at least 11 samples"):
-        loader.restore(dataclasses.replace(loader.state(), current_sample_idx=11))
+        restore(loader, dataclasses.replace(loader.state(), current_sample_idx=11))
 
 
 def test_tokens_beyond_two_gib_are_reached(tmp_path):
@@ -188,7 +188,7 @@ def test_tokens_beyond_two_gib_are_reached(tmp_path):
         file.seek(1024 + 2 * place)
         file.write(tail.tobytes())
     loader = TokenLoader(str(path), 2, 50)
-    loader.restore(dataclasses.replace(loader.state(), current_sample_idx=place // 100))
+    restore(loader, dataclasses.replace(loader.state(), current_sample_idx=place // 100))
     inputs, targets = loader.next_batch()
     np.testing.assert_array_equal(inputs.ravel(), tail[:100])
     np.testing.assert_array_equal(targets.ravel(), tail[1:101])
@@ -225,7 +225,7 @@ def test_looking_ahead_changes_neither_what_is_served_nor_the_place(shards, shuf
             looking.reset(), plain.reset()
         if turn % 17 == 16:
             looking.look_ahead(ahead)
-            looking.restore(places[turn // 2]), plain.restore(places[turn // 2])
+            restore(looking, places[turn // 2]), restore(plain, places[turn // 2])
 
 
 @pytest.mark.parametrize("position", [33, 60])
@@ -266,7 +266,7 @@ def test_a_shard_that_is_another_than_it_was_is_refused_however_it_is_entered(tm
     for size in (9, 31, 51):
         for name in "ab":
             write_shard(tmp_path / f"{name}.bin", np.zeros(size, np.uint16))
-        for go in (partial(loader.look_ahead, 3), partial(loader.restore, in_second), loader.reset):
+        for go in (partial(loader.look_ahead, 3), partial(restore, loader, in_second), loader.reset):
             with pytest.raises(UserError, match=f"[ab].bin held 41 tokens when this run began and holds {size} now; put the old file back"):
                 go()
     batches(loader, 2)  # of what is open

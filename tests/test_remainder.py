@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from case_a import restore
 
 from llmc.checkpoint.state_file import TrainingState, read_extra, read_facts, write_extra, write_state
 from llmc.data.loader import TokenLoader
@@ -74,7 +75,7 @@ def saved(loaders, folder: Path):
         state = TrainingState(3, len(loaders), rank, False, 1, 1, loader.state())
         write_state(folder / "state.bin", state, [np.zeros(8, np.uint8)], 1)
         write_extra(folder / "extra.json", {"B": loader.geometry.B, "T": loader.geometry.T, "data": loader.data_state()})
-        states.append(read_facts(folder / "state.bin", 1, rank).loader)
+        states.append(read_facts(folder / "state.bin", 1).loader)
         extras.append(read_extra(folder / "extra.json"))
     return states, extras
 
@@ -259,7 +260,7 @@ def test_in_a_remainder_the_state_is_the_start_of_the_epoch_that_follows(shards,
     state = loaders[1].state()
     assert (state.current_shard_idx, state.current_sample_idx) == (0, 0)
     other = shards.loaders(1, 13, 2)[1]
-    other.restore(state)
+    restore(other, state)
     batches(loaders, plan.remainder.num_samples - 5)
     assert [served(other) for _ in range(300)] == [served(loaders[1]) for _ in range(300)]
 

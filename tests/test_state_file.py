@@ -9,7 +9,9 @@ import pytest
 from case_a import read_state
 
 from llmc.checkpoint.debug_state import write_debug_state
-from llmc.checkpoint.state_file import TrainingState, read_extra, read_facts, read_num_processes, write_extra, write_state
+from llmc.checkpoint.state_file import (
+    TrainingState, read_extra, read_facts, read_num_processes, read_state_header, write_extra, write_state,
+)  # fmt: skip
 from llmc.config import ModelConfig
 from llmc.data.walk import LoaderState
 from llmc.errors import UserError
@@ -57,9 +59,10 @@ def same_loader(a: LoaderState, b: LoaderState) -> bool:
 
 
 def refused(path, *words, rank=None) -> None:
-    """read_facts raises one sentence with the path and these words."""
+    """Reading the header, or the facts, raises one sentence with the path and these words."""
     with pytest.raises(UserError) as raised:
-        read_facts(path, N, rank)
+        read_state_header(path, rank)
+        read_facts(path, N)
     for word in (str(path), *words):
         assert word in str(raised.value)
 
@@ -70,7 +73,7 @@ def test_a_written_state_is_byte_for_byte_llmc_s(tmp_path):
     write_state(path, state(), pieces(M, V, MASTER), N)
     assert len(expected_header()) == 1024 and len(RNG) == 2520
     assert path.read_bytes() == WHOLE
-    read, tensors = read_state(path, N, rank=2)
+    read, tensors = read_state(path, N)
     assert same_loader(read.loader, SHUFFLED) and read.loader.shard_indices.dtype == np.int32 and isinstance(read.loader.shuffle_rng, bytes)
     assert [getattr(read, name) for name in TrainingState.__dataclass_fields__][:-1] == [123, 4, 2, True, RNG_STATE, RNG_STATE_LAST_UPDATE]
     assert list(tensors) == ["m", "v", "master"] and len(TENSORS) == 3 * 4 * N

@@ -113,14 +113,13 @@ def tensor_offset(name: str, num_parameters: int) -> int:
     return HEADER_BYTES + 4 * num_parameters * tensor_names(True).index(name)
 
 
-def read_facts(path, num_parameters: int, rank: int | None = None) -> TrainingState:
+def read_facts(path, num_parameters: int) -> TrainingState:
     """All of a state file except its tensors, of which only the length is checked.
 
     num_parameters  elements of each tensor, with which the file's length must agree to the byte
-    rank            whose file this should be, where known
     Raises UserError for a missing, damaged or foreign file.
     """
-    header = read_state_header(path, rank)
+    header = read_state_header(path)
     names = tensor_names(bool(header[USE_MASTER_WEIGHTS]))
     tensors_end = HEADER_BYTES + 4 * num_parameters * len(names)
     return TrainingState(

@@ -96,7 +96,7 @@ class TokenLoader:
         return token_order(self._buffer[0])
 
     def state(self) -> LoaderState:
-        """Where the loader is: once this is restored, next_batch returns what it would return now."""
+        """Where the loader is: one that goes on from here serves what this one would now."""
         return state_of(self._place)
 
     def data_state(self) -> dict:
@@ -109,7 +109,7 @@ class TokenLoader:
     def go_on(self, continued) -> None:
         """Continue as llmc.data.resume.plan_resume decided: at a saved place, or at the start of an epoch; any remainder is served first.
 
-        Raises UserError, and then stays where it was, as `restore` does.
+        Raises UserError, and then stays where it was, if these shards and this batch shape have no such place.
         """
         if continued.state:
             place = self._place_of(continued.state)
@@ -120,10 +120,6 @@ class TokenLoader:
             assert remainder.geometry == self.geometry
             place = replace(place, rest=Rest(remainder, remainder.order(self.rank), continued.served))
         self._go_to(place)
-
-    def restore(self, state: LoaderState) -> None:
-        """Go to a saved place. Raises UserError, and then stays where it was, if these shards and this batch shape have no such place."""
-        self._go_to(self._place_of(state))
 
     def check_shuffle(self, saved: bool) -> None:
         """Raise UserError if the checkpoint shuffled its data (`saved`) and this run does not, or the reverse."""
