@@ -32,7 +32,7 @@ class Logger:
         if not folder:
             return
         self._path = Path(folder) / name
-        self._replaces = resume_step is None and is_of_training(self._path)  # the log of an earlier run
+        self._sets_aside = resume_step is None and is_of_training(self._path)  # what an earlier run logged
         try:
             self._open()
         except OSError as error:
@@ -58,7 +58,7 @@ class Logger:
         """The run is over. If it is a fresh one that has not trained, the log of an earlier one that has stays, and its own lines are not
         written."""
         is_idle = self._waiting is not None
-        if self._file and not (is_idle and self._replaces):
+        if self._file and not (is_idle and self._sets_aside):
             self._write("")
         self._let_go()
 
@@ -79,15 +79,16 @@ class Logger:
             self._failed(file_error(error, self._path, "writing the log"))
 
     def _begin(self) -> str:
-        """Drop what an earlier run wrote and this one does not go on from; all lines that have waited, but for those that are there."""
+        """Set aside, or drop, what an earlier run wrote and this one does not go on from. Returns all lines that have waited, but for those
+        that are there."""
         waiting, self._waiting = self._waiting, None
-        if self._replaces:
+        if self._sets_aside:
             os.replace(self._path, old_name(self._path))
         elif self._resume_step is None:
             self._file.truncate(0)
         else:
             self._kept = _drop_lines_beyond(self._resume_step, self._path)
-        if self._replaces or self._resume_step is not None:
+        if self._sets_aside or self._resume_step is not None:
             self._file.close()
             self._open()
         return "".join(line for line in waiting if line not in self._kept)

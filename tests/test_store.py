@@ -199,7 +199,8 @@ def test_an_unmarked_checkpoint_is_not_found(tmp_path):
     (2, 4, 6, set(), (5, 0, 0), None), (1, 4, 6, set(), (5, 0, 0), 6),
     (1, 0, 20, {10, 20}, (10, 0, 0), None),  # of an earlier run, and replaced
     (0, 0, 0, set(), (10, 0, 0), None), (0, 30, 20, set(), (10, 0, 0), None), (0, 0, 30, set(), (0, 0, 0), None),
-    (0, 0, 30, set(), (-1, 0, 0), None),
+    (0, 0, 30, set(), (-1, 0, 0), None), (2, 0, 10**12 + 5, set(), (1, 1, 0), None), (6, 3, 10**12, {1, 2, 3}, (1, 9, 0), 10),
+    (7, 3, 10**12, {1, 2, 3}, (1, 9, 0), None),
 ])  # fmt: skip
 def test_the_first_checkpoint_that_a_disk_has_no_room_for(room, start, end, there, rotation, step):
     every, keep, major_every = rotation

@@ -9,6 +9,7 @@ import re
 import socket
 import tempfile
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from llmc.checkpoint.state_file import read_num_processes
@@ -126,9 +127,10 @@ def first_without_room(room: int, start: int, end: int, there: set[int], *, ever
     room                      checkpoints that fit beside those of the steps `there`
     every, keep, major_every  as in step_to_delete
     """
-    due = range(start // every * every + every, end, every) if every > 0 else ()
+    if every <= 0 or end <= start:
+        return None
     there = set(there)
-    for step in (*due, end) if every > 0 and end > start else ():
+    for step in chain(range(start // every * every + every, end, every), [end]):
         if step not in there:
             room -= 1
         if room < 0:
@@ -138,6 +140,8 @@ def first_without_room(room: int, start: int, end: int, there: set[int], *, ever
         if old in there:
             there.remove(old)
             room += 1
+        if keep > 0 and major_every == 0 and step > start + (keep + 1) * every:  # from here on each takes the place of another
+            return None
     return None
 
 
