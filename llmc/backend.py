@@ -81,7 +81,7 @@ class Backend:
         return torch.cuda.get_device_capability(self.device)
 
     def facts(self) -> Device:
-        """What is decided by."""
+        """What precision, kernels and plan are decided by."""
         return Device(self.kind, self.name, self.capability() if self.kind == "cuda" else None, self.processors())
 
     def has_tf32(self) -> bool:

@@ -56,10 +56,12 @@ class Flag:
         return ", ".join([*map(str, self.also), f"or {number}"]) if self.also else number
 
     def takes(self, value) -> bool:
-        """Whether a value of this type, or one of the further ones, is one that it takes."""
+        """Whether a value is of its type, or a word such as auto, and in its range."""
+        if type(value) is not self.kind:
+            return type(value) is str and value in self.also
         if value in self.also:
             return True
-        if type(value) is not self.kind or self.at_most is not None and value > self.at_most:
+        if self.at_most is not None and value > self.at_most:
             return False
         if self.choices:
             return value in self.choices

@@ -149,7 +149,7 @@ def _of_the_learning_rate(s: Settings, max_steps: int):
         if s.warmup_steps or s.final_lr_fraction != 1:
             yield "note: -k constant has the learning rate of -l from the first step to the last; -u and -q change nothing"
         return
-    if s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:  # with llm.c's defaults the cosine is flat, as is well known
+    if s.lr_scheduler != Settings().lr_scheduler and s.final_lr_fraction == 1:  # a flat cosine is llm.c's default
         yield f"note: -k {s.lr_scheduler} decays to -q times -l, and -q is 1: the learning rate stays; add -q 0 for it to fall"
     if s.warmup_steps >= max_steps:
         yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
