@@ -201,7 +201,8 @@ def test_flags_that_a_resumed_run_changes_are_told():
 @pytest.mark.parametrize("written, found", [
     ([], "optimisation []"), ("text", "optimisation 'text'"), (None, "optimisation None"),
     ({"learning_rate": math.nan}, "learning_rate nan"), ({"weight_decay": "a\nb"}, "weight_decay 'a\\nb'"),
-    ({"total_batch_size": True}, "total_batch_size True"), ({"total_batch_size": -1.0}, "total_batch_size -1.0"), ({"lr_scheduler": "cos"}, "lr_scheduler 'cos'"),
+    ({"total_batch_size": True}, "total_batch_size True"), ({"total_batch_size": -1.0}, "total_batch_size -1.0"),
+    ({"lr_scheduler": "cos"}, "lr_scheduler 'cos'"),
     ({"warmup_steps": -1}, "warmup_steps -1"), ({"warmup_steps": None}, "warmup_steps None"), ({"skip_loss_z": []}, "skip_loss_z []"),
     ({"total_batch_size": 1 << 99}, f"total_batch_size {1 << 99}"),
 ])  # fmt: skip
