@@ -1,11 +1,9 @@
 """What a run prints before its first step: llm.c's table, what was chosen, and notes on what its flags bring that users may not expect."""
 
-import os
-from glob import escape as glob_escape
-from glob import glob
 from pathlib import Path
 
 from llmc.backend import MATMUL_LIBRARY
+from llmc.checkpoint.store import steps_done
 from llmc.config import ModelConfig
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.flags import FLAGS, Settings
@@ -113,7 +111,7 @@ def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *,
     yield from _of_computing(s, o, grad_accum_steps)
     if s.max_steps != 0:
         yield from _of_the_learning_rate(s, max_steps)
-    yield from _of_samples(s, o, has_tokenizer)
+    yield from _of_evaluations(s, o, has_tokenizer)
     yield from _of_checkpoints(s, o)
     yield from _of_the_folder(s, resumes)
 
@@ -155,7 +153,7 @@ def _of_the_learning_rate(s: Settings, max_steps: int):
         yield f"note: -u {s.warmup_steps} warms up over all of the {max_steps} steps: the learning rate only rises"
 
 
-def _of_samples(s: Settings, o: PlanOptions, has_tokenizer: bool):
+def _of_evaluations(s: Settings, o: PlanOptions, has_tokenizer: bool):
     if s.hellaswag_data != Settings().hellaswag_data and not s.hellaswag:
         yield f"note: --hellaswag-data {s.hellaswag_data} is only read with -h 1"
     if s.sample_every <= 0:
@@ -188,7 +186,7 @@ def _of_the_folder(s: Settings, resumes: bool):
     if not s.output_dir:
         return
     log = Path(s.output_dir, LOG_NAME)
-    if not s.resume and glob(os.path.join(glob_escape(s.output_dir), "DONE_*")):
+    if not s.resume and steps_done(s.output_dir):
         yield (
             f"note: {s.output_dir} holds checkpoints of an earlier run; a later -y 1 resumes from the highest step, whichever run wrote it"
         )
