@@ -39,7 +39,7 @@ from llmc.checkpoint.store import extra_path, first_without_room, held_folder, s
 from llmc.clock import StepClock
 from llmc.cores import sleep_soon_where_busy
 from llmc.distributed import (
-    World, check_shared, close_world, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
+    World, check_shared, close_world, connect_groups, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with,
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from llmc.data.evals import EvalLoader
     from llmc.data.loader import TokenLoader
     from llmc.data.tokenizer import Tokenizer
+    from llmc.distributed.group import Group
     from llmc.gpt2 import GPT2
 
 LESS_AFTER_FAILURE = 0.9  # ways to fit are then sought in this share of the plan that should have fitted and did not
@@ -128,6 +129,7 @@ class Run:
     # open_run: what was asked, and what follows from it
     settings: Settings
     world: World
+    groups: "tuple[Group, Group, Group] | None"  # of ranks, as split_world has them; None for one process
     backend: Backend
     source: Source
     plan: Plan
@@ -203,6 +205,8 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     config, device = source.config, backend.facts()
     precision = choose_precision(s, source, device)
     check_agreement(s, source, precision, world)
+    data_ranks(s, world)  # raises where --tensor-parallel does not divide the ranks
+    groups = connect_groups(world, backend.kind, s.timeout, s.tensor_parallel)  # before free memory is counted, of which they take some
     s, reasons = settle_kernels_of(s, backend)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)
     settled = settle_all(s, source, precision, world, device, budget, partial(shortest_shard, s))
@@ -226,8 +230,8 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     plan = Plan(replace(options, rank=world.rank))
     said.append(chosen_line(s, plan.options, settled.graphs))
     return Run(
-        settings=s, world=world, backend=backend, source=source, plan=plan, graphs=settled.graphs, budget=budget, host_bytes=host_bytes,
-        grad_accum_steps=settled.grad_accum_steps, total_batch_size=total_batch_size,
+        settings=s, world=world, groups=groups, backend=backend, source=source, plan=plan, graphs=settled.graphs, budget=budget,
+        host_bytes=host_bytes, grad_accum_steps=settled.grad_accum_steps, total_batch_size=total_batch_size,
         flops_per_token=flops_per_token(num_parameters(config), config.num_layers, config.channels, s.sequence_length),
         peak_tflops=peak_tflops, notes=said,
     )  # fmt: skip
@@ -377,15 +381,14 @@ def build_model(run: Run):
     print(*allocation_lines(plan), sep="\n", flush=True)
     from llmc.checkpoint.keeper import Checkpoints
     from llmc.checkpoint.snapshot import load_weights
-    from llmc.distributed.group import split_world
     from llmc.distributed.sharing import Sharing
     from llmc.distributed.tensor_parallel import Divided, Undivided
     from llmc.gpt2 import GPT2
     from llmc.graphs import graphs_on
 
     sharing = None
-    if plan.options.world > 1:
-        same_part, same_data, everyone = split_world(run.world.rank, run.world.num_processes, plan.options.tensor_parallel)
+    if run.groups:
+        same_part, same_data, everyone = run.groups
         sharing = Sharing(plan, same_part, Divided(same_data) if same_data.size > 1 else Undivided(), everyone, run.world)
     graphs = graphs_on(run.backend.kind) if run.graphs else None
     run.model = GPT2(plan, run.backend.device, sharing, graphs, run.settings.seed)

@@ -33,28 +33,36 @@ SYNC_BYTES = 1 << 30  # written between syncs: the page cache would take more, a
 
 
 def write_atomically(path, pieces, *, doing: str = "writing") -> None:
-    """Write `pieces` to `path` so that the file appears whole or not at all.
+    """Write `pieces` to `path` so that the file appears whole or not at all, as `replaced` does, whose errors these are.
 
     pieces  iterable of C-contiguous buffers (bytes, numpy arrays), written back to back; may be a generator
+    """
+    with replaced(path, doing=doing) as temporary, open(temporary, "wb") as file:
+        unsynced = 0
+        for piece in pieces:
+            unsynced += file.write(piece)
+            if unsynced >= SYNC_BYTES:
+                file.flush()
+                os.fsync(file.fileno())
+                unsynced = 0
+
+
+@contextmanager
+def replaced(path, *, doing: str):
+    """Let what is inside write a file under the temporary name that this gives, path + ".tmp"; at the end it takes its place at `path`.
+
     doing   the verb of the error sentence, as in "writing the model"
-    The data goes to path + ".tmp", is flushed to the disk and only then renamed, so an earlier file under the final name
-    survives any failure. Whatever is raised on the way, KeyboardInterrupt included, first removes the temporary file.
-    Raises UserError for an OSError (full disk, denied, no such folder); everything else passes through.
+    The data is flushed to the disk and only then renamed, so an earlier file under the final name survives any failure. Whatever is
+    raised on the way, KeyboardInterrupt included, first removes the temporary file. Raises UserError for an OSError (full disk, denied,
+    no such folder); everything else passes through.
     """
     path = Path(path)
     if not path.parent.is_dir():
         raise UserError(f"{doing} failed at {path}: the folder {path.parent} does not exist; create it first")
     temporary = Path(f"{path}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            unsynced = 0
-            for piece in pieces:
-                unsynced += file.write(piece)
-                if unsynced >= SYNC_BYTES:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    unsynced = 0
-            file.flush()
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())  # before the rename: a renamed file without its data is a half file
         os.replace(temporary, path)
         sync_folder(path.parent)

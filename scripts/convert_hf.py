@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.errors import UserError, file_error, run_script
-from llmc.files import write_atomically
+from llmc.files import replaced, write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 from llmc.units import round_up
@@ -268,16 +267,12 @@ def config_to_hf(config: ModelConfig, precision: str) -> dict:
 
 def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors, whole or not at all. Raises UserError if the disk is full or denies access."""
-    save_file, SafetensorError = need("safetensors.torch").save_file, need("safetensors").SafetensorError
-    temporary = Path(f"{path}.tmp")
+    save_file, SafetensorError, doing = need("safetensors.torch").save_file, need("safetensors").SafetensorError, "writing the weights"
     try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"writing the weights failed at {path}: {error}; make room or fix the permissions, then run again") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+        with replaced(path, doing=doing) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{doing} failed at {path}: {error}; make room or fix the permissions, then run again") from None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -155,7 +155,7 @@ def whole(case: Case, seen: list[dict], what="parameters") -> np.ndarray:
 def serve(rank, store, pipe):
     meet(rank, store)
     pair = dist.new_group([0, 1])
-    worlds = {(MOST_RANKS, parts): split_world(rank, MOST_RANKS, parts) for parts in (1, 2, 4)}
+    worlds = {(MOST_RANKS, parts): split_world(rank, MOST_RANKS, parts, timeout_s=60) for parts in (1, 2, 4)}
     if rank < 2:
         alone, both = Group(0, 1), Group(rank, 2, pair)
         worlds |= {(2, 1): (both, alone, both), (2, 2): (alone, both, both)}

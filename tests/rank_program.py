@@ -1,9 +1,10 @@
 """One rank of several: meets the others, adds up numbers with them step by step, and at step 10 does what its first word says.
 
-    python rank_program.py end|kill|once|stop|hang|user|bug|deaf WHO FLAGS...
+    python rank_program.py end|kill|once|stop|hang|user|stuck|bug|deaf WHO FLAGS...
 
 WHO is the rank that does it. once: it is killed, unless torchrun says that this is not the first try. deaf: all the others sleep, as in a
-collective that never ends, and WHO is killed. A rank that came to its end prints its number and the sum.
+collective that never ends, and WHO is killed. stuck: WHO has said why it ends, as with user, and then waits for ever. A rank that came to
+its end prints its number and the sum.
 """
 
 import os
@@ -36,7 +37,9 @@ def main(words) -> int:
             print(f"error: {error}", file=sys.stderr)
         return error.code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if what == "stuck":
+            time.sleep(1000)
         return 2
 
 
@@ -65,7 +68,7 @@ def happen(what: str, mine: bool):
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "hang":
         time.sleep(1000)
-    if what == "user":
+    if what in ("user", "stuck"):
         raise UserError("the disk is full; make room")
     raise ZeroDivisionError("a bug")
 

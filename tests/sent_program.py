@@ -38,7 +38,7 @@ def main(words):
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     dist.init_process_group(register_gloo(), store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    worlds = {parts: split_world(rank, size, parts) for parts in (1, 2, 4) if parts <= size}
+    worlds = {parts: split_world(rank, size, parts, timeout_s=60) for parts in (1, 2, 4) if parts <= size}
     seen = [sent_by(o, micro_steps, *worlds[o.tensor_parallel]) for o, micro_steps in pickle.loads(Path(cases).read_bytes())]
     everybody = [None] * size
     dist.all_gather_object(everybody, seen)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gloo_threads import assert_no_gloo_workers_but, gloo_workers
 
 from llmc.distributed.gloo import register_gloo
-from llmc.distributed.group import Group
+from llmc.distributed.group import Group, split_world
 
 
 @pytest.mark.parametrize("n", [1, 3], ids=["one tensor", "several at once"])
@@ -94,3 +94,11 @@ def test_no_worker_of_gloo_s_outlives_its_process_group():
     finally:
         dist.destroy_process_group()
     assert_no_gloo_workers_but(before)
+
+
+def test_the_groups_of_a_model_s_parts_wait_as_long_as_the_world(monkeypatch):
+    """Torch would give them 10 minutes on NCCL, and 30 on gloo, whatever --timeout says."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: made.append((ranks, timeout.total_seconds())))
+    split_world(rank=0, size=4, parts=2, timeout_s=77)
+    assert made == [([0, 1], 77), ([2, 3], 77), ([0, 2], 77), ([1, 3], 77)]

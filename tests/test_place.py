@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from llmc.distributed import World, connect_world, device_of, meet_world
+from llmc.distributed import World, connect_world, device_of, meet_world, prepare_torch
 from llmc.distributed.place import Place, find_place, first_host, rendezvous_path
 from llmc.errors import UserError
 from llmc.flags import parse
@@ -160,3 +160,13 @@ def test_every_process_has_a_gpu_of_its_own(name, monkeypatch):
     else:
         with pytest.raises(UserError, match=expected):
             device_of(place, device)
+
+
+def test_several_processes_are_watched_by_this_program_alone(monkeypatch):
+    """torchrun sets the first for every process; what a user sets of the others stands."""
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_NVLS_ENABLE": "1"})
+    prepare_torch(Place())
+    assert os.environ == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_NVLS_ENABLE": "1"}, "one process has no other to lose"
+    prepare_torch(Place(0, 2, 0, 2))
+    assert os.environ.pop("TORCH_CPP_LOG_LEVEL") == "FATAL" and os.environ.pop("NCCL_NVLS_ENABLE") == "1"
+    assert len(os.environ) == 3 and set(os.environ.values()) == {"0"}

@@ -281,9 +281,11 @@ RUNS = {  # what happens -> to whom, of how many; the code of the others; --time
     "hang": ("hang", 1, 2, 4, 10, GONE, "hangs: it has not moved for", "raise --timeout (now 10 s)"),
     "an error of one": ("user", 1, 2, 2, 60, "rank {who} stopped: the disk is full; make room"),
     "an error of the store's": ("user", 0, 3, 2, 60, "rank {who} stopped: the disk is full; make room"),
+    "an error of one that does not get to its end": ("stuck", 1, 2, 2, 60, "rank {who} stopped: the disk is full; make room"),
+    "an error of the store's, which does not": ("stuck", 0, 2, 2, 60, "rank {who} stopped: the disk is full; make room"),
     "a bug of one": ("bug", 1, 2, 4, 60, "rank {who} stopped: ZeroDivisionError: a bug"),
 }  # fmt: skip
-OWN_CODE = {"kill": KILLED, "deaf": KILLED, "stop": KILLED, "hang": 4, "user": 2, "bug": 1}
+OWN_CODE = {"kill": KILLED, "deaf": KILLED, "stop": KILLED, "hang": 4, "user": 2, "stuck": 2, "bug": 1}
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +313,6 @@ def test_the_others_end_and_one_of_them_says_why(results, name):
     said = [ranks[rank].err for rank in others]
     assert [err for err in said if err] == [said[0]] and said[0].count("\n") == 1 and said[0].startswith("error: "), said
     assert all(word in said[0] for word in words), said[0]
-    own = {"user": "error: the disk is full; make room\n"}.get(what, "")
+    own = "error: the disk is full; make room\n" if what in ("user", "stuck") else ""
     assert ranks[who].err == own or what == "bug" and "ZeroDivisionError: a bug" in ranks[who].err
     assert not any(rank.out for rank in ranks)

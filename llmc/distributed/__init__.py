@@ -64,14 +64,22 @@ class World:
 
 
 def prepare_torch(place: Place) -> None:
-    """Set, for several processes, the environment variables that torch reads when it is first imported.
+    """Set, for several processes, the environment variables that torch and NCCL read when they are first used.
 
     A lost rank should be reported in one sentence, the watch's. Without these settings torch adds a C++ stack trace for every
-    connection that ends, and aborts the process where NCCL notices the loss first.
+    connection that ends, and aborts the process where NCCL notices the loss first, or where a collective takes longer than --timeout
+    though every rank still moves.
     """
-    if place.num_processes > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if place.num_processes == 1:
+        return
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets it to 1, which cannot be told from a user's wish
+    for name, value in {
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # a second watch
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it tells all ranks through torchrun's store, where those of the next restart find it
+        "NCCL_NVLS_ENABLE": "0",  # sums in NVLink's switches differ from call to call (https://github.com/NVIDIA/nccl/issues/1497)
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def device_of(place: Place, device: str) -> str:
@@ -158,6 +166,19 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise watch.explain(error) or UserError(f"connecting {world.num_processes} processes failed: {lines_of(error)[0]}") from error
+
+
+def connect_groups(world: World, device_kind: str, timeout_s: float, parts: int):
+    """The three groups of split_world, connected; None for one process. parts: that the model is split into, the same on all ranks, which
+    divides their number."""
+    if world.num_processes == 1:
+        return None
+    from llmc.distributed.group import split_world
+
+    groups = split_world(world.rank, world.num_processes, parts, timeout_s)
+    for group in groups:
+        group.set_up(device_kind)
+    return groups
 
 
 def close_world(world: World) -> None:

@@ -2,7 +2,9 @@
 
 import weakref
 from collections import Counter
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 # torch 2.13 has new names for these two
@@ -10,16 +12,21 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def split_world(rank: int, size: int, parts: int) -> tuple["Group", "Group", "Group"]:
+def split_world(rank: int, size: int, parts: int, timeout_s: float) -> tuple["Group", "Group", "Group"]:
     """The three groups of this rank: the ranks with the same part of the model, those with the same data, and all ranks.
 
-    The parts of one model are neighbouring ranks. Every rank must make every group, in this order.
+    The parts of one model are neighbouring ranks. Every rank must make every group, in this order. timeout_s is for collectives of the
+    first two; the group of all ranks has the one that it was made with.
     """
     everyone, copies = Group(rank, size), size // parts
     if parts == 1:
         return everyone, Group(0, 1), everyone
-    same_data = [dist.new_group(list(range(c * parts, (c + 1) * parts))) if copies > 1 else None for c in range(copies)]
-    same_part = [dist.new_group(list(range(p, size, parts))) if copies > 1 else None for p in range(parts)]
+
+    def new_group(ranks):
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)) if copies > 1 else None
+
+    same_data = [new_group(range(c * parts, (c + 1) * parts)) for c in range(copies)]
+    same_part = [new_group(range(p, size, parts)) for p in range(parts)]
     copy, part = divmod(rank, parts)
     return Group(copy, copies, same_part[part]), Group(part, parts, same_data[copy]), everyone
 
@@ -67,6 +74,13 @@ class Group:
     @property
     def _group(self):
         return self._reference and self._reference()
+
+    def set_up(self, device: str):
+        """Have the library take what it takes with the first collective of a kind: connections, and on a GPU memory."""
+        numbers = torch.zeros(self.size, device=device)
+        for collective in (self.sum_shares, self.gather_shares, self.sum_whole):
+            collective([numbers]).wait()
+        self.sent.clear()
 
     def share(self, tensor):
         """This rank's share of a flat tensor, as a view."""
