@@ -6,15 +6,17 @@
 The program, top to bottom: opening what the flags ask for, building it, the loop, the diagnostics between steps, how a run is stopped.
 What it uses:
 
-what is asked llmc/: flags, request (model, sizes, plan, what auto decides), config, preamble, backend, processor, host, cores, cards
+what is asked llmc/: flags, source (the model), request (the plan, and what auto decides), refusals, agreement (of all ranks), config,
+              preamble, backend, processor, host, cores, cards
 the model     llmc/: gpt2 (stages over named views, forward and backward), graphs, rehearsal
 layers        llmc/layers/: encoder layernorm linear matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
               adamw rounding rows
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
 memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
-              cost, traffic, choose, report, traffic_report, columns, record
+              cost, traffic, choose, report, traffic_report, record
 several ranks llmc/distributed/: place, rendezvous, network, watch, verdict; gloo, group, sharing, tensor_parallel
-host side     llmc/: data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, rand, files, interrupt, errors, units
+host side     llmc/: data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, rand, files, interrupt, errors, units,
+              text_table
 """
 
 import io
@@ -33,14 +35,16 @@ from typing import TYPE_CHECKING
 
 # --help and --plan take a second, and torch another: what needs it is imported where it is first used
 from llmc import __version__
+from llmc.agreement import check_agreement, check_inputs
 from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.store import extra_path, first_without_room, held_folder, steps_done
 from llmc.clock import StepClock
 from llmc.cores import sleep_soon_where_busy
 from llmc.distributed import (
-    World, check_shared, close_world, connect_groups, connect_world, device_of, find_place, meet_world, prepare_torch, smallest, told,
+    World, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
+from llmc.distributed.place import find_place
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with,
     fill_closed_streams, is_out_of_memory, tell_lost_output,
@@ -64,12 +68,10 @@ from llmc.preamble import (
 )  # fmt: skip
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
-from llmc.request import (
-    Source, check_agreement, check_gelu_fusion, check_host_memory, check_inputs, check_lengths, check_precision, choose_model,
-    choose_precision, data_ranks, host_budget, look_only, plan_text, run_budget, settle_all, settle_kernels_of, settle_seed, shortest_shard,
-    training_data,
-)  # fmt: skip
+from llmc.refusals import check_gelu_fusion, check_host_memory
+from llmc.request import data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
 from llmc.schedulers import learning_rate
+from llmc.source import Source, choose_precision, look_only, open_source
 from llmc.units import MIB
 
 if TYPE_CHECKING:
@@ -190,10 +192,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         s = look_only(s)
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
-        source = choose_model(s)
-        check_precision(s, source)
-        check_lengths(s, source.config)
-        s = settle_seed(s, source)
+        s, source = open_source(s)
         backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
         return settle_run(s, source, backend, world, said)
@@ -242,8 +241,8 @@ def build(run: Run):
     takes time."""
     s, world, plan = run.settings, run.world, run.plan
     open_data(run)
-    checkpoint = None if run.resume_step is None else open_checkpoint(run)
-    resumes, has_tokenizer = checkpoint is not None, run.tokenizer is not None
+    found = None if run.resume_step is None else open_checkpoint(run)
+    resumes, has_tokenizer = found is not None, run.tokenizer is not None
     print(*run.notes, *notes(s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=has_tokenizer, resumes=resumes), sep="\n")
     refuse_too_large(run)
     print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
@@ -255,9 +254,9 @@ def build(run: Run):
     world.progress("building the model")
     compile_kernels(run)
     build_model(run)
-    if checkpoint:
+    if found:
         world.progress("resuming")
-        resume(run, *checkpoint)
+        resume(run, *found)
     open_logs(run)
     world.wait_for_all("the start of training")
 
@@ -524,7 +523,7 @@ def loop(run: Run) -> OSError | None:
     """
     stop, launched = run.stop, None
     clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run))
-    diagnostics = ((validation_due, validate), (hellaswag_due, evaluate), (sample_due, sample), (checkpoint_due, checkpoint))
+    diagnostics = ((validation_due, validate), (hellaswag_due, score_hellaswag), (sample_due, sample), (checkpoint_due, checkpoint))
     step = start = 0 if run.resume_step is None else run.resume_step
     if start > run.max_steps:  # resume has printed that nothing is left to do; what the folder holds stays as it is
         return None
@@ -761,14 +760,14 @@ class Stopped(Exception):
     """A signal stopped an evaluation before its end."""
 
 
-def evaluate(run: Run, step: int):
-    """HellaSwag accuracy."""
+def score_hellaswag(run: Run, step: int):
+    """Print how many of HellaSwag's examples the model gets right."""
     batches = count()  # the same number on all ranks
     shows = sys.stdout.isatty()
 
     def token_losses(inputs, targets):
         batch = next(batches)
-        if evaluation_ends(run, f"step {step}, evaluate", batch):  # the whole of it can take an hour on a CPU
+        if evaluation_ends(run, f"step {step}, score_hellaswag", batch):  # the whole of it can take an hour on a CPU
             raise Stopped
         if shows and batch % 10 == 0:
             print(f"evaluating HellaSwag: {batch}/{run.eval_loader.num_batches}", end="\r", flush=True)

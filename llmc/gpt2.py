@@ -178,7 +178,7 @@ class GPT2:
 
         for tensor in held.values():
             if tensor.parameter.init == "ones":
-                self.flat["parameters"][tensor.start : tensor.start + tensor.layers * tensor.elements] = 1.0
+                self.flat["parameters"][tensor.all_layers] = 1.0
         blocks = [t for t in held.values() if t.parameter.init in std and t.name not in OUTER]
         draw(held["wte"], 0, self.config.vocab_size * self.C)  # padded rows stay zero and are not drawn
         draw(held["wpe"], 0, held["wpe"].file_elements)
@@ -518,9 +518,6 @@ class GPT2:
         """Yields the fp32 weights that this rank's next update starts from, flat, a piece at a time in the order of its arenas. Each
         piece may be overwritten by the next."""
         flat = self.sharing.updated()
-        if self.plan.options.precision == "fp32":  # then the weights are their own master
-            yield flat["parameters"]
-            return
         for tensor, piece in self._weight_pieces():
             yield read_master(flat, piece, tensor.seed, self.scratch)
 

@@ -23,16 +23,16 @@ def cpu_name() -> str:
     return f"{names[0] if names else 'CPU'}, {own_processors()} cores"
 
 
-def _cpu_line(*names) -> list[str]:
+def _cpu_line(name) -> list[str]:
     """The words of the first line of that name about the processor, which --plan knows without importing torch."""
-    return _line_of(CPU_INFO, names)
+    return _line_of(CPU_INFO, name)
 
 
 @cache
-def _line_of(path, names) -> list[str]:
+def _line_of(path, name) -> list[str]:
     try:
         with open(path) as f:
-            return next((line for line in f if line.lower().startswith(names)), "").split()
+            return next((line for line in f if line.lower().startswith(name)), "").split()
     except OSError:
         return []
 

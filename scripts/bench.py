@@ -38,7 +38,8 @@ from llmc.memory.choose import in_mib
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.mfu import flops_per_token
-from llmc.request import check_fp8, check_graphs, check_lengths, check_sizes, plan_options, settle_kernels_of
+from llmc.request import ALONE, settle_all, settle_kernels_of
+from llmc.source import Source, check_lengths
 from llmc.units import MIB
 from scripts.bench_pytorch import PyTorchTrainer
 from scripts.compare_memory import at_least
@@ -95,11 +96,9 @@ class OurTrainer:
     def __init__(self, args, config, precision, backend):
         words = f"-b {args.batch_size} -t {args.sequence_length} -r {args.recompute} --kernels {args.kernels} --matmul {args.matmul}"
         s, _ = settle_kernels_of(parse(words.split()), backend)
-        options = plan_options(s, config, precision, backend.kind)
-        check_fp8(options, backend.facts())
-        check_sizes(options)
-        graphs = graphs_on(backend.kind) if check_graphs(s, options) else None
-        plan, free = Plan(options), backend.free_bytes()
+        settled = settle_all(s, Source(config), precision, ALONE, backend.facts(), budget=None)
+        graphs = graphs_on(backend.kind) if settled.graphs else None
+        plan, free = Plan(settled.options), backend.free_bytes()
         if plan.total_bytes > free:
             raise UserError(
                 f"a step of {args.model} -b {args.batch_size} -t {args.sequence_length} -r {args.recompute} in {precision} needs "

@@ -33,10 +33,10 @@ from llmc.data.shards import write_shard
 from llmc.errors import MEMORY_CODE, UserError, file_error, run_script
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
-from llmc.memory.columns import in_columns
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.record import RECORD_NAME
 from llmc.memory.report import COLUMNS
+from llmc.text_table import in_columns
 from llmc.units import MIB
 from scripts.plotting import check_picture, new_figure, read_speed, save_picture, shown
 

@@ -30,7 +30,7 @@ from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import FP8_PARTIALS
-from llmc.request import FP8_CAPABILITY
+from llmc.refusals import FP8_CAPABILITY
 
 # launches are recorded at sizes that a CPU can hold, and compiled for those of a run: an argument that is 1 may become a constant
 SIZES = {"n_rows": 65536, "rows_each": 256, "B": 64, "T": 1024}

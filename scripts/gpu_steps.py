@@ -27,7 +27,8 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
-from llmc.request import FP8_CAPABILITY, check_graphs
+from llmc.refusals import FP8_CAPABILITY
+from llmc.request import settle_graphs
 from llmc.units import MIB
 from scripts.gpu_common import (
     BF16, FP32, REPO, Skip, attempt, free_memory, measure, random_tokens, summarize, table, time_each, while_time,
@@ -167,7 +168,7 @@ def why_no_graphs(run, options) -> str:
     """Why a step with these options does not run as graphs here; empty if it does. Decided as in train_gpt2.py."""
     if not run.graphs:
         return "graphs did not work here"
-    return "" if check_graphs(parse([]), options) else "graphs need the device's own kernels, and no --offload-residual"
+    return "" if settle_graphs(parse([]), options) else "graphs need the device's own kernels, and no --offload-residual"
 
 
 def random_model(run, config, B, T, graphs=True, **forms) -> GPT2:

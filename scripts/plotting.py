@@ -1,4 +1,4 @@
-"""What plot_log.py and compare_memory.py share: reading a speed.log, and making a picture and writing it to a file."""
+"""What scripts that draw share: reading a speed.log, and making a picture and writing it to a file."""
 
 import io
 import re

@@ -49,11 +49,11 @@ from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory, run_script
 from llmc.files import write_atomically
 from llmc.flags import BY_NAME, FLAGS, parse
 from llmc.memory.choose import in_mib
-from llmc.memory.columns import in_columns
 from llmc.memory.ladder import passes
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
-from llmc.request import check_host_memory
+from llmc.refusals import check_host_memory
+from llmc.text_table import in_columns
 from llmc.units import MIB
 from scripts.plotting import check_picture, new_figure, save_picture
 

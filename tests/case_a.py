@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot
+from llmc.checkpoint.snapshot import await_all, begin_snapshot
 from llmc.checkpoint.state_file import read_facts, tensor_names, tensor_offset
+from llmc.checkpoint.store import mark_done
 from llmc.checkpoint.writer import WriteAtOnce
 from llmc.config import ModelConfig
 from llmc.data.resume import Continued
@@ -106,4 +107,4 @@ def save_snapshot(folder, step, model, loader, extra):
     writer = WriteAtOnce()
     begin_snapshot(writer, folder, step, model, loader, extra)
     await_all(writer, model.sharing)
-    end_snapshot(folder, writer.take(), model)
+    mark_done(folder, writer.take())

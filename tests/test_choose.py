@@ -24,7 +24,7 @@ from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.request import check_batch, plan_options
+from llmc.request import micro_steps, plan_options
 from llmc.units import MIB
 
 D12 = config_from_descriptor("d12")
@@ -335,7 +335,7 @@ def planned(command) -> tuple[PlanOptions, int]:
     s = parse(words_of([command]))
     world = World(num_processes=s.num_processes)
     options = plan_options(s, config_from_descriptor(s.model), s.precision, s.device, world)
-    return options, options.B * check_batch(s, world)
+    return options, options.B * micro_steps(s, world)
 
 
 @cache

@@ -23,7 +23,7 @@ from llmc.layers.matmul import matmul_dinput, matmul_dweight
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.request import FP8_CAPABILITY
+from llmc.refusals import FP8_CAPABILITY
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)

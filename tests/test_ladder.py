@@ -314,7 +314,7 @@ def test_nothing_runs_again_for_nobody(level):
             assert set(stage.writes) & read_later & set(NOT_KEPT[level]), stage.name
 
 
-@every_level
+@pytest.mark.parametrize("level", LEVELS[1:])
 def test_what_is_not_kept_is_written_again_before_backward_reads_it(level):
     """Every name that backward reads is kept, handed down from above, or written earlier in the schedule, by its own writer."""
     written = set()

@@ -27,7 +27,8 @@ from llmc.layers import matmul
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.report import describe, options_json
-from llmc.request import FP8_CAPABILITY, check_fp8, check_sizes, plan_options, plan_text
+from llmc.refusals import FP8_CAPABILITY, check_fp8, check_sizes
+from llmc.request import plan_options, plan_text
 
 SETS = ["torch", *(["triton"] if TRITON else [])]
 kernels = pytest.mark.parametrize("kernels", [pytest.param(name, marks=[pytest.mark.kernels] * (name == "triton")) for name in SETS])

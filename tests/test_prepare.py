@@ -308,7 +308,11 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
             b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}\n",
             "a.jsonl:2 is not JSON \\(Exceeds the limit .*; mend or remove this line$",
         ),
-        ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl:1 is not JSON \\(maximum recursion depth .*; mend or remove this line$"),
+        (
+            "a.jsonl",
+            b"[" * 100_000 + b"\n",
+            "a.jsonl:1 is not JSON \\((maximum recursion depth|Stack overflow) .*; mend or remove this line$",
+        ),
         ("a.txt", b"abc\xff", "a.txt is not UTF-8 text"),
         (
             "a.txt",

@@ -179,7 +179,7 @@ def test_asked_to_stop_all_ranks_write_one_checkpoint_and_go_on_from_it_to_the_s
 
 def endless_evaluations():
     """From step 2 on, a million batches each; and NCCL's watch, with more patience for what stands still than for a beat."""
-    for name in ("validate", "evaluate"):
+    for name in ("validate", "score_hellaswag"):
         setattr(train_gpt2, name, partial(endless, getattr(train_gpt2, name)))
         getattr(train_gpt2, name).__name__ = name
 

@@ -5,6 +5,7 @@ Where collectives do not matter, threads of this process stand for ranks: import
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -94,12 +95,11 @@ def two_hosts():
         *(f"ip -n {name} addr add 10.77.0.{i}/24 dev {name}" for i, name in enumerate(names, 1)),
         *(f"ip -n {name} link set {link} up" for name in names for link in ("lo", name)),
     ]
+    if not shutil.which("ip"):
+        pytest.skip("ip is not installed, which makes network namespaces")
     try:
         for command in commands:
-            try:
-                done = subprocess.run(command.split(), capture_output=True, text=True, timeout=20)
-            except FileNotFoundError:
-                pytest.skip("ip is not installed, which makes network namespaces")
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=20)
             if done.returncode:
                 pytest.skip(f"no right to make network namespaces: {done.stderr.strip()}")
         yield [("ip", "netns", "exec", name) for name in names]

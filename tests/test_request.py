@@ -19,10 +19,9 @@ from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
-from llmc.request import (
-    Source, check_attention, check_gelu_fusion, check_graphs, check_lengths, check_sizes, choose_precision, host_budget, plan_options,
-    plan_text, run_budget, settle, settle_kernels, shortest_shard,
-)  # fmt: skip
+from llmc.refusals import check_attention, check_gelu_fusion, check_sizes
+from llmc.request import host_budget, plan_options, plan_text, run_budget, settle, settle_graphs, settle_kernels, shortest_shard
+from llmc.source import Source, check_lengths, choose_precision
 from llmc.units import MIB
 
 D12 = config_from_descriptor("d12")
@@ -198,7 +197,7 @@ def test_the_other_device_s_kernels_are_refused(triton, flags, capability, sente
 ])  # fmt: skip
 def test_steps_are_graphs_wherever_they_can_be(monkeypatch, tmp_path, flags, kind, graphs):
     cpuinfo(tmp_path, monkeypatch, *ZEN_4)  # where nothing needs to be widened unless it is asked for
-    assert check_graphs(asked(flags), options(flags, kind=kind)) == graphs
+    assert settle_graphs(asked(flags), options(flags, kind=kind)) == graphs
 
 
 @pytest.mark.parametrize("flags, kind, sentence", [
@@ -210,7 +209,7 @@ def test_steps_are_graphs_wherever_they_can_be(monkeypatch, tmp_path, flags, kin
 ])  # fmt: skip
 def test_graphs_that_cannot_be_are_refused_if_asked_for(flags, kind, sentence):
     with pytest.raises(UserError) as refusal:
-        check_graphs(asked(flags + " --cuda-graph 1"), options(flags, kind=kind))
+        settle_graphs(asked(flags + " --cuda-graph 1"), options(flags, kind=kind))
     assert str(refusal.value).startswith(sentence)
 
 
@@ -360,7 +359,7 @@ def test_gelu_fusion_of_sizes_that_it_cannot_have_is_refused_by_plans_too(monkey
     refusal = "-ge 3 promises .* must take a multiple of 256 bytes, and they take 1920; use a -b or -t with more factors of"
     with pytest.raises(UserError, match=refusal):
         check_sizes(options("-ge 3 -b 1 -t 6", config=narrow))
-    monkeypatch.setattr("llmc.request.config_from_descriptor", lambda name: narrow)
+    monkeypatch.setattr("llmc.source.config_from_descriptor", lambda name: narrow)
     assert plan_text(asked("--plan -e d12 -b 2 -t 6 -ge 3 --precision fp32 --device cuda"))
     with pytest.raises(UserError, match=refusal):
         plan_text(asked("--plan -e d12 -b 1 -t 6 -ge 3 --device cuda"))

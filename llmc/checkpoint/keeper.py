@@ -11,8 +11,8 @@ the next loss shows it, and by then -nk 1 would have deleted the last good check
 import os
 from contextlib import contextmanager
 
-from llmc.checkpoint.snapshot import await_all, begin_snapshot, end_snapshot, is_first, rotate
-from llmc.checkpoint.store import done_path, highest_step, steps_done, unmark
+from llmc.checkpoint.snapshot import await_all, begin_snapshot, is_first
+from llmc.checkpoint.store import delete, done_path, files_of, highest_step, mark_done, step_to_delete, steps_done, unmark
 from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
 from llmc.errors import UserError
 from llmc.flags import Settings
@@ -98,8 +98,9 @@ class Checkpoints:
     def _count(self):
         """Let the checkpoint that all ranks have written count."""
         step = self._writer.take()
-        with self._kept_told():
-            end_snapshot(self._settings.output_dir, step, self._model)
+        if is_first(self._model):
+            with self._kept_told():
+                mark_done(self._settings.output_dir, step)
         if self._beside:
             print(f"Wrote checkpoint at step {step}", flush=True)
         self.newest = self.unproven = step
@@ -112,13 +113,18 @@ class Checkpoints:
         self._replace()
 
     def _replace(self):
-        """Delete the checkpoint that -nk no longer keeps, if the newest is proven."""
+        """Delete the checkpoint that -nk no longer keeps, or what a crash left of it, if the newest is proven."""
+        if self.unproven is None or self.unproven > self._proven_step:
+            return
+        step, self.unproven = self.unproven, None
         s = self._settings
-        if self.unproven is not None and self.unproven <= self._proven_step:
-            step, self.unproven = self.unproven, None
-            if s.checkpoint_every > 0 and is_first(self._model):
-                with self._kept_told():
-                    rotate(s.output_dir, step, every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
+        if s.checkpoint_every <= 0 or not is_first(self._model):
+            return
+        old = step_to_delete(step, s.checkpoint_every, s.checkpoints_keep, s.major_checkpoint_every)
+        with self._kept_told():
+            if old is not None and files_of(s.output_dir, old):
+                print(f"Deleting checkpoint at step {old}")
+                delete(s.output_dir, old)
 
     def kept(self, once_mended: bool = False) -> str:
         """Where a run that ends early, with an error or without, may be resumed, for the sentence that it ends with; empty if nowhere."""

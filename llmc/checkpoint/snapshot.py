@@ -7,7 +7,7 @@ import torch
 
 from llmc.checkpoint.model_file import read_model_header, write_model
 from llmc.checkpoint.state_file import TrainingState, write_extra, write_state
-from llmc.checkpoint.store import delete, extra_path, files_of, mark_done, model_path, state_path, step_to_delete, unmark
+from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
 from llmc.checkpoint.whole import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
@@ -39,12 +39,6 @@ def await_all(writer, sharing):
     writer.wait()
     sharing.release_all()
     sharing.wait_for_all(f"the files of checkpoint {writer.step}")
-
-
-def end_snapshot(folder, step, model):
-    """Mark a checkpoint complete, as all ranks have written their files: it counts from now on."""
-    if is_first(model):
-        mark_done(folder, step)
 
 
 def contents(folder, step, model, loader, extra):
@@ -97,14 +91,6 @@ def is_first(model) -> bool:
     return model.sharing.rank == model.parts.rank == 0
 
 
-def rotate(folder, step, *, every, keep, major_every):
-    """Delete the checkpoint that the one of `step` replaces, or what a crash left of it, if -nk says so. Only rank 0 calls this."""
-    old = step_to_delete(step, every, keep, major_every)
-    if old is not None and files_of(folder, old):
-        print(f"Deleting checkpoint at step {old}")
-        delete(folder, old)
-
-
 def load_weights(path, model):
     """Fill the parameters, or this rank's share of them, from a model file of the model's own sizes and precision, and start the
     master from them."""
@@ -118,7 +104,7 @@ def load_snapshot(folder, step, model, saved):
 
     The state files hold fp32. m and v that this run keeps in fewer bits are rounded to nearest, which is exact where they were as short
     when written. Without a saved master, this run's starts from the weights. A model of another precision than the checkpoint's takes its
-    weights from the master, which the checkpoint must then have (request.check_precision). Raises UserError for damaged files, and for a
+    weights from the master, which the checkpoint must then have (source.check_precision). Raises UserError for damaged files, and for a
     model file that is not the one written with the state.
     """
     check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))

@@ -83,8 +83,6 @@ class Pieces:
         """Elements at..at+n of this rank's share of layer l."""
         if self.name != "master":
             return self.flat[self.name][t.layer(l)][at : at + n]
-        if "master_bits" not in self.flat:
-            return self.flat["master" if "master" in self.flat else "parameters"][t.layer(l)][at : at + n]
         piece = RoundingPiece(t.start, l, 1, at, n, t.elements, t.noise_first)
         return read_master(self.flat, piece, self.seeds[t.name], self.model.scratch)
 

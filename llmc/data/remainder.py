@@ -44,6 +44,10 @@ class Geometry:
         """Whole samples in a shard of num_tokens. One token more is needed, for the last target. The rest of the shard is dropped."""
         return (num_tokens - 1) // self.sample_tokens
 
+    def start_of(self, sample, rank: int):
+        """The first of a rank's inputs of a sample, or of several samples in an array, counted in the shard, or the stream, they are of."""
+        return (sample * self.num_processes + rank) * self.batch_tokens
+
     def __str__(self):
         return f"-b {self.B} -t {self.T} on {self.num_processes} data-parallel rank{'s' if self.num_processes > 1 else ''}"
 
@@ -81,14 +85,13 @@ class Remainder:
 
     def batch(self, rank: int, sample: int) -> np.ndarray:
         """(k, 2): the intervals whose inputs, end to end, are the rank's B*T of that sample."""
-        start = (sample * self.geometry.num_processes + rank) * self.geometry.batch_tokens
+        start = self.geometry.start_of(sample, rank)
         return self._cut(np.array([[start, start + self.geometry.batch_tokens]]))
 
     def left(self, served: int) -> np.ndarray:
         """The intervals still left once every rank has served that many samples, including those that would be dropped."""
         g = self.geometry
-        places = [self.order(rank)[served:] * g.num_processes + rank for rank in range(g.num_processes)]
-        starts = np.sort(np.concatenate(places)) * g.batch_tokens
+        starts = np.sort(np.concatenate([g.start_of(self.order(rank)[served:], rank) for rank in range(g.num_processes)]))
         dealt = self.num_samples * g.sample_tokens
         ranges = np.concatenate([np.stack([starts, starts + g.batch_tokens], axis=1), [[dealt, self.num_inputs]]])
         return merged(self._cut(merged(ranges)))

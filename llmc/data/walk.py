@@ -128,7 +128,7 @@ class Walk:
     def _batch_of_shard(self, place: Place) -> tuple[Piece, ...]:
         """The rank's part of the sample after this place: one piece."""
         sample = place.sample_idx if place.sample_indices is None else int(place.sample_indices[place.sample_idx])
-        start = (sample * self.geometry.num_processes + self.rank) * self.geometry.batch_tokens
+        start = self.geometry.start_of(sample, self.rank)
         return (Piece(place.shard, start, start + self.geometry.batch_tokens),)
 
     def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:

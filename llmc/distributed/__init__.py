@@ -8,24 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from llmc.distributed.place import Place, find_place
+from llmc.distributed.place import Place
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of, unusable_path
 from llmc.host import processor_quota
-
-__all__ = [
-    "Place",
-    "World",
-    "check_shared",
-    "close_world",
-    "connect_world",
-    "device_of",
-    "different_from_first",
-    "find_place",
-    "meet_world",
-    "prepare_torch",
-    "smallest",
-    "told",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ class Sharing(Alone):
         """Norm of those gradients from gradients() that are the same on all parts of the model."""
         flat = self._gradient_shares if self.options.shares else self._flat["gradients"]
         tensors = [t for t in self._model.layout_of("gradients", self.options.shares) if t.parameter.split is None]
-        norms = [torch.linalg.vector_norm(flat[t.start : t.start + t.layers * t.elements], dtype=torch.float32) for t in tensors]
+        norms = [torch.linalg.vector_norm(flat[t.all_layers], dtype=torch.float32) for t in tensors]
         return torch.stack(norms).square().sum().sqrt()
 
     def gradients(self):
@@ -298,7 +298,7 @@ class Sharing(Alone):
         packed, arena = self._acts[packed], self._flat[arena]
         for t in self._layout.values():
             whole = arena[t.whole_start : t.whole_start + t.layers * t.whole_elements]
-            yield packed[t.start : t.start + t.layers * t.elements].view(t.layers, -1), whole.view(t.layers, self.size, -1)[:, self.rank]
+            yield packed[t.all_layers].view(t.layers, -1), whole.view(t.layers, self.size, -1)[:, self.rank]
 
 
 def _gradient_slot(key):

@@ -13,8 +13,7 @@ from collections import namedtuple
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.columns import TILE_ROWS as SUMMED_ROWS
-from llmc.kernels_cpu.columns import add_row, finish_columns, zero
+from llmc.kernels_cpu.columns import SUMMED_ROWS, add_row, finish_columns, zero
 from llmc.kernels_cpu.door import (
     F0, F1, LINE, LOG2_E, aligned, array, dot, exp2_below_zero, factors, fetch, fma, helper, jit, load, plus, prange, select, shared,
     sqrt, store,

@@ -4,7 +4,7 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import F0, array, cdiv, helper, jit, load, prange, store
 
 BLOCK = 256  # columns
-TILE_ROWS = 16  # rows summed on their own before they are added to a part's sum: rounding errors grow with the number of terms
+SUMMED_ROWS = 16  # rows summed on their own before they are added to a part's sum: rounding errors grow with the number of terms
 
 
 @helper

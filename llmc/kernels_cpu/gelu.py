@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
+from llmc.kernels_cpu.columns import SUMMED_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
 from llmc.kernels_cpu.door import (
     F0, F1, aligned, array, bits_of, cdiv, exp, fetch, fetch_to_write, float_of, helper, iand, ior, jit, load, load_bits, prange, select,
     store, store_bits,
@@ -96,9 +96,9 @@ def _gelu_backward(d_in_out, partials, inp, out_again, values, slopes, n_rows, r
         first, end = range_of_part(np.int64(part), rows_each, n_rows)
         partial, total = np.int64(part) * stride, aligned(C)
         zero(partials, partial, C)
-        for tile in range(first, end, TILE_ROWS):
+        for tile in range(first, end, SUMMED_ROWS):
             zero(total, 0, C)
-            for row in range(tile, min(tile + TILE_ROWS, end)):
+            for row in range(tile, min(tile + SUMMED_ROWS, end)):
                 _backward_row(d_in_out, total, inp, out_again, values, slopes, row * C)
             add_row(partials, partial, total, 0, C)
 

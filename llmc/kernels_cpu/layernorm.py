@@ -8,7 +8,7 @@ each a range of rows, whose sums for the weight, the bias and the projection's b
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.columns import TILE_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
+from llmc.kernels_cpu.columns import SUMMED_ROWS, add_row, finish_columns, parts_of, range_of_part, zero
 from llmc.kernels_cpu.door import F0, F1, aligned, array, cdiv, fetch, fetch_to_write, helper, jit, load, plus, prange, sqrt, store
 from llmc.layers.layernorm import EPSILON
 from llmc.layers.rows import rows_of
@@ -115,9 +115,9 @@ def _layernorm_backward(dresidual, partials, projection, dout, inp, weight, mean
         partial = np.int64(part) * stride
         zero(partials, partial, 3 * C)
         x_hat, g, total = aligned(C), aligned(C), aligned(3 * C)
-        for tile in range(first, end, TILE_ROWS):
+        for tile in range(first, end, SUMMED_ROWS):
             zero(total, 0, 3 * C)
-            for row in range(tile, min(tile + TILE_ROWS, end)):
+            for row in range(tile, min(tile + SUMMED_ROWS, end)):
                 m, r = load(mean, row), load(rstd, row)
                 fetch(dout, row * C + C, C)
                 _sum_weight_and_bias(total, x_hat, g, dout, inp, row * C, weight, m, r)

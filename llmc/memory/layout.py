@@ -33,6 +33,11 @@ class FlatTensor:
     def name(self) -> str:
         return self.parameter.name
 
+    @property
+    def all_layers(self) -> slice:
+        """Where all of it lies in the arena."""
+        return slice(self.start, self.start + self.layers * self.elements)
+
     def layer(self, l: int) -> slice:
         """Where layer l lies in the arena."""
         return slice(self.start + l * self.elements, self.start + (l + 1) * self.elements)

@@ -6,7 +6,6 @@ from math import prod
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import in_mib, largest_batch, levels_of, ways_to_fit
-from llmc.memory.columns import in_columns
 from llmc.memory.cost import bound, extra_flops_percent, least_ms, optimizer_traffic, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import flat_layout
@@ -15,6 +14,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES
 from llmc.memory.traffic import Network
 from llmc.memory.traffic_report import traffic_columns, traffic_lines
+from llmc.text_table import in_columns
 from llmc.units import MIB
 
 PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations", "m": "AdamW optimizer state m",

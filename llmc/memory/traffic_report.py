@@ -1,10 +1,10 @@
 """What ranks send, in words: the columns of a level in --plan --json, and the block below the plan's table."""
 
 from llmc.cards import Budget
-from llmc.memory.columns import in_columns
 from llmc.memory.cost import peak_flops
 from llmc.memory.options import PlanOptions
 from llmc.memory.traffic import Network, step_traffic
+from llmc.text_table import in_columns
 from llmc.units import MIB
 
 BESIDE = {
