@@ -32,7 +32,7 @@ from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
 from llmc.memory import rooms
 from llmc.memory.options import PlanOptions
-from scripts import gpu_algorithms, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps
+from scripts import gpu_algorithms, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps, gpu_tune
 from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_lost, free_memory, last_lines, new_record
 from scripts.gpu_report import markdown, print_summary
 
@@ -130,8 +130,8 @@ SECTIONS = (
     Section("algorithms", "Matrix products by other algorithms", gpu_algorithms.algorithms, 10),
     Section("residual_fusion", "The residual stream inside the matmul", gpu_algorithms.residual_fusion, 8),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
-    Section("tune_attention", "Attention's tile sizes, registers and stages", gpu_kernels.tune_attention, 20),
-    Section("tune", "Tile sizes and warps", gpu_kernels.tune, 20),
+    Section("tune_attention", "Attention's tile sizes, registers and stages", gpu_tune.tune_attention, 20),
+    Section("tune", "Tile sizes and warps", gpu_tune.tune, 20),
     Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 60),
     Section("goals", "Goals", gpu_goals.goals, 0, on_device=False),
 )
@@ -233,9 +233,9 @@ def parse(argv):
     unknown = sorted(set(args.only or ()) - set(names))
     if unknown:
         parser.error(f"--only {unknown[0]}: there is no such section; expected some of {' '.join(names)}")
-    unknown = sorted(set(args.tune or ()) - set(gpu_kernels.SWEEPS))
+    unknown = sorted(set(args.tune or ()) - set(gpu_tune.SWEEPS))
     if unknown:
-        parser.error(f"--tune {unknown[0]}: there is no such operation; expected some of {' '.join(gpu_kernels.SWEEPS)}")
+        parser.error(f"--tune {unknown[0]}: there is no such operation; expected some of {' '.join(gpu_tune.SWEEPS)}")
     if args.llmc:
         args.llmc = str(Path(args.llmc).resolve())
         if not (os.path.isfile(args.llmc) and os.access(args.llmc, os.X_OK)):

@@ -39,7 +39,7 @@ from llmc.data.order import token_order
 from llmc.data.shards import write_shard
 from llmc.distributed.tensor_parallel import Divided
 from llmc.gpt2 import GPT2
-from llmc.layers import torch_operations
+from llmc.layers import in_halves, torch_operations
 from llmc.layers.adamw import piece_noise, pieces_of
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
@@ -69,11 +69,35 @@ accumulates = pytest.mark.parametrize("accumulate", [False, True], ids=["write",
 sums = pytest.mark.parametrize("P, accumulate", [(2, True), (8, False)], ids=["2-add", "8-write"])
 
 
+def made_whole(functions: dict) -> dict:
+    """The functions by name, and those that are in halves whole too, as torch's are."""
+
+    def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
+        staged = functions["stage_encoder_backward"](order, seed, scratch)
+        functions["launch_encoder_backward"](dwte, dwpe, dout, inputs, staged, scratch, accumulate=accumulate)
+
+    def adamw_update(flat, tensors, scratch, **numbers):
+        functions["launch_adamw_update"](flat, functions["stage_adamw_update"](tensors, scratch, **numbers), scratch)
+
+    return functions | {f.__name__: f for f in (encoder_backward, adamw_update)}
+
+
+def names_and_arguments(functions: dict) -> dict:
+    return {name: list(inspect.signature(function).parameters.values()) for name, function in functions.items()}
+
+
+def torch_operations_in_halves() -> dict:
+    """torch's operations as a model runs them: without what it runs in halves."""
+    whole = torch_operations()
+    halves = in_halves(whole)
+    return {name: f for name, f in (whole | halves).items() if f"launch_{name}" not in halves}
+
+
 class OnDevice:
     """The kernels by name, for tensors of the CPU: where there is a card, arguments go there, and what it left comes back."""
 
     def __getattr__(self, name):
-        return partial(self._run, triton_operations()[name])
+        return partial(self._run, made_whole(triton_operations())[name])
 
     def _run(self, launcher, *args, **kwargs):
         there = {}
@@ -132,10 +156,7 @@ def same_numbers(a, b):
 
 
 def test_kernels_have_the_names_and_arguments_of_the_torch_functions():
-    ours, torchs = triton_operations(), torch_operations()
-    assert list(ours) == list(torchs)
-    for name, function in torchs.items():
-        assert inspect.signature(ours[name]) == inspect.signature(function), name
+    assert names_and_arguments(triton_operations()) == names_and_arguments(torch_operations_in_halves())
 
 
 def test_triton_has_one_door():

@@ -24,8 +24,8 @@ from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters
-from scripts import profile
-from scripts.profile import Limits
+from scripts import profile, profile_hooks, profile_report
+from scripts.profile_hooks import Limits
 
 REPO = Path(__file__).resolve().parent.parent
 SCRIPT = REPO / "scripts/profile.py"
@@ -85,7 +85,7 @@ def test_rows_add_up_to_the_step(profiled):
 def test_the_slowest_and_the_fastest_steps_do_not_count():
     key = ("forward", "fc", "matmul_forward")
     times = [{key: ms} for ms in (900.0, 4.0, 6.0, 1.0, 5.0)]
-    rows = profile.make_rows({key: profile.Cost(calls=2)}, times, [1000.0, 10.0, 12.0, 2.0, 14.0])
+    rows = profile.make_rows({key: profile_hooks.Cost(calls=2)}, times, [1000.0, 10.0, 12.0, 2.0, 14.0])
     assert [(row.name, row.ms) for row in rows] == [("fc: matmul_forward", 5.0), ("rest", 7.0)]
 
 
@@ -93,7 +93,7 @@ def test_a_row_is_compared_with_the_least_time_that_its_bytes_or_its_flops_take(
     limits = Limits(copy_gb_s=10.0, matmul_tflops=0.5)
     assert limits.floor_ms(20_000_000, 500_000_000) == 2.0  # bytes take longer
     assert limits.floor_ms(20_000_000, 4_000_000_000) == 8.0
-    row = profile.Row("forward", "fc", "matmul_forward", "matmul", 1, 10.0, 20_000_000, 4_000_000_000, 8.0)
+    row = profile_report.Row("forward", "fc", "matmul_forward", "matmul", 1, 10.0, 20_000_000, 4_000_000_000, 8.0)
     assert (row.of_limit, row.gb_s, row.tflop_s) == pytest.approx((0.8, 2.0, 0.4))
 
 
@@ -123,7 +123,7 @@ def test_on_cuda_a_step_is_not_waited_for_between_its_operations(monkeypatch):
     model = gpt2.GPT2(Plan(PlanOptions(config_from_descriptor("d2"), B, T, "fp32", 0)))
     model.init_random()
     recorder, step = profile.prepare(model, Backend(torch.device("cpu"), "cuda", "a GPU"), Limits(1.0, 1.0))
-    with torch.no_grad(), profile.hooked(model, recorder):
+    with torch.no_grad(), profile_hooks.hooked(model, recorder):
         times, whole = recorder.measure(step)
     marks = 2 * len(recorder.spans) + 2
     assert log[: marks + 2] == ["wait", *["mark"] * marks, "wait"]
@@ -194,7 +194,7 @@ def test_the_rows_of_a_stage_stay_together(profiled):
 
 
 def test_hooks_are_gone_afterwards(profiled):
-    before = {name: getattr(gpt2, name) for name in vars(gpt2) if name.startswith(profile.CALLED_BY_NAME)}
+    before = {name: getattr(gpt2, name) for name in vars(gpt2) if name.startswith(profile_hooks.CALLED_BY_NAME)}
     profiled()
     assert {"residual_add_inplace"} <= before.keys() and {name: getattr(gpt2, name) for name in before} == before
 
@@ -223,8 +223,8 @@ def test_flops_are_those_of_the_plan(profiled, level):
 ])  # fmt: skip
 def test_a_matmul_with_gelu_inside_counts_as_the_matmul(name, shapes):
     shape = {"out": (B, T, 4 * C), "inp": (B, T, C), "weight": (4 * C, C) if "forward" in name else (C, 4 * C), "bias": (4 * C,)}
-    assert profile.count_flops(name, [torch.empty(shape[s]) for s in shapes], 0) == 2 * ROWS * 4 * C * C
-    assert profile.kind_of(name) == "matmul"
+    assert profile_hooks.count_flops(name, [torch.empty(shape[s]) for s in shapes], 0) == 2 * ROWS * 4 * C * C
+    assert profile_report.kind_of(name) == "matmul"
 
 
 @pytest.mark.parametrize("level", [0, 4])
@@ -238,7 +238,7 @@ def test_in_fp8_matmuls_move_their_operands_too_and_multiply_twice_as_fast(level
         model.init_random()
         recorder, step = profile.prepare(model, Backend(torch.device("cpu"), "cpu", "a CPU"), Limits(1e9, 1.0))  # so FLOPs take longer
         recorder.counting = True
-        with torch.no_grad(), profile.hooked(model, recorder):
+        with torch.no_grad(), profile_hooks.hooked(model, recorder):
             recorder.measure(step)
         found[matmul] = recorder.costs, step_cost(options).bytes
     (costs, n_bytes), (costs8, n_bytes8) = found.values()
@@ -247,11 +247,11 @@ def test_in_fp8_matmuls_move_their_operands_too_and_multiply_twice_as_fast(level
     for key, cost in costs.items():
         assert costs8[key].flops == cost.flops
         if cost.flops:  # attention has room for FP8 among its arguments too, and none in it
-            in_fp8 = key[-1] in profile.MATMULS and key[0] != "head"
+            in_fp8 = key[-1] in profile_hooks.MATMULS and key[0] != "head"
             assert costs8[key].floor_ms == cost.floor_ms / (2 if in_fp8 else 1), key
     assert any(key[-1].startswith("attention") and cost.flops for key, cost in costs.items())
     made = {key for key in costs8 if key not in costs}
-    assert {key[-1] for key in made} == {"matmul_dout"} and all(profile.kind_of(key[-1]) == "matmul" for key in made)
+    assert {key[-1] for key in made} == {"matmul_dout"} and all(profile_report.kind_of(key[-1]) == "matmul" for key in made)
 
 
 @pytest.mark.parametrize("chunk", [5, 24])
@@ -331,7 +331,7 @@ def test_a_trace_has_a_range_for_every_row_as_often_as_it_is_called(profiled, tm
 
 def test_ranges_are_named_as_stages_and_rows():
     """As --nvtx and --trace ask for them, one inside the other."""
-    recorder, seen = profile.Recorder(Backend(torch.device("cpu"), "cpu", "a CPU"), Limits(1.0, 1.0), {"fc"}, 0, ()), []
+    recorder, seen = profile_hooks.Recorder(Backend(torch.device("cpu"), "cpu", "a CPU"), Limits(1.0, 1.0), {"fc"}, 0, ()), []
     recorder.range_of = lambda name: seen.append(name) or nullcontext()
     recorder.recording, recorder.phase = True, "backward"
     operation = recorder.operation_hook("matmul_forward", lambda: None)

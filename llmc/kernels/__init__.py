@@ -41,19 +41,20 @@ def launch_problem(device="cuda") -> str:
 
 
 def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
-    """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels; and the halves of llmc.layers.in_halves.
+    """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels, among them the halves of
+    llmc.layers.in_halves.
 
     matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
     attention  the kind, as PlanOptions.attention_kind has it
     """
     if kernels == "numba":
-        from llmc.kernels_cpu.functions import numba_operations, staged_operations
+        from llmc.kernels_cpu.functions import numba_operations
 
-        functions = numba_operations() | staged_operations()
+        functions = numba_operations()
     elif kernels == "triton":
-        from llmc.kernels.functions import staged_operations, triton_operations
+        from llmc.kernels.functions import triton_operations
 
-        functions = triton_operations() | staged_operations()
+        functions = triton_operations()
     else:
         functions = torch_operations()
         functions |= in_halves(functions)

@@ -106,8 +106,3 @@ def launch_adamw_update(flat, staged, scratch):
         scratch["update_layout"], scratch["update_numbers"], scratch["grad_norm"], GRADIENT_CLIP,
         TENSORS=len(layout), MASTER=form.value, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
     )  # fmt: skip
-
-
-def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
-    launch_adamw_update(flat, staged, scratch)

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from triton import cdiv, jit, next_power_of_2  # noqa: F401
 
-PRIME_Y = tl.constexpr(198491317)  # a row's stride in the rounding noise
+from llmc.layers import rounding
+
+PRIME_Y, (N1, N2, N3, N4, N5) = tl.constexpr(rounding.PRIME_Y), map(tl.constexpr, rounding.NOISE)
 ROW_ELEMENTS = 2048  # in a tile of whole rows
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of a tile of parts of rows
 # Loops over tiles of up to STAGED_BYTES have STAGES of them in flight: three inputs then fit into any GPU's shared memory. On an H200,
@@ -189,15 +191,15 @@ def sigmoid_below_zero(x):
 @jit
 def rounding_noise(x, y, seed):
     """SquirrelNoise5 at column x and row y, all uint32: llmc/layers/rounding.py in one expression."""
-    n = (x + PRIME_Y * y) * 0xD2A80A3F + seed
+    n = (x + PRIME_Y * y) * N1 + seed
     n = n ^ (n >> 9)
-    n = n + 0xA884F197
+    n = n + N2
     n = n ^ (n >> 11)
-    n = n * 0x6C736F4B
+    n = n * N3
     n = n ^ (n >> 13)
-    n = n + 0xB79F3ABB
+    n = n + N4
     n = n ^ (n >> 15)
-    n = n * 0x1B56C4F5
+    n = n * N5
     return n ^ (n >> 17)
 
 

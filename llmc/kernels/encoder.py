@@ -7,7 +7,6 @@ do not depend on how many.
 
 from llmc.kernels import door
 from llmc.kernels.door import cdiv, jit, load, next_power_of_2, round_by, rounding_noise, rows_at_once, store, tile, tl
-from llmc.layers.encoder import stage_encoder_backward
 
 COLUMNS = 1024
 TOKEN_UNROLL, POSITION_UNROLL = 4, 8
@@ -105,8 +104,3 @@ def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumu
         _encoder_backward_tokens, (B * T, blocks), dwte, dout, scratch["token_order"], starts, tokens, C, scratch["token_seed"],
         IN_FP32=in_fp32, COLUMNS=columns, UNROLL=TOKEN_UNROLL, num_warps=4,
     )  # fmt: skip
-
-
-def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
-    stage_encoder_backward(order, seed, scratch)
-    launch_encoder_backward(dwte, dwpe, dout, inputs, None, scratch, accumulate=accumulate)

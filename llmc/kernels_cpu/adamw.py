@@ -99,8 +99,3 @@ def launch_adamw_update(flat, staged, scratch):
     arenas = [array(flat[name]) if name in flat else None for name in ("parameters", "gradients", "m", "v", "master", "master_bits")]
     layout, numbers, norm = (array(scratch[name]) for name in ("update_layout", "update_numbers", "grad_norm"))
     door.launch(_adamw, *arenas, layout.reshape(scratch["update_layout"].shape), staged, numbers, norm)
-
-
-def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
-    staged = stage_adamw_update(tensors, scratch, lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
-    launch_adamw_update(flat, staged, scratch)

@@ -21,7 +21,7 @@ from numba.core.cgutils import alloca_once, for_range, get_or_insert_function, g
 from numba.extending import intrinsic
 
 from llmc.kernels_cpu.compiler import AMX_FEATURES, helper, jit, processor_features, shared  # noqa: F401
-from llmc.layers.rounding import PRIME_Y
+from llmc.layers.rounding import NOISE, PRIME_Y
 
 LLVM = llvmlite.binding.llvm_version_info
 LINE = 64  # bytes of a cache line
@@ -376,8 +376,8 @@ def _fold(builder, bits):
 # ----------------------------------------------------------------------------
 # arithmetic
 
-N1, N2, N3, N4, N5 = (np.uint32(n) for n in (0xD2A80A3F, 0xA884F197, 0x6C736F4B, 0xB79F3ABB, 0x1B56C4F5))
-ROW_STRIDE = np.uint32(PRIME_Y * 0xD2A80A3F & 0xFFFFFFFF)
+N1, N2, N3, N4, N5 = map(np.uint32, NOISE)
+ROW_STRIDE = np.uint32(PRIME_Y * NOISE[0] & 0xFFFFFFFF)
 S9, S11, S13, S15, S17 = (np.uint32(n) for n in (9, 11, 13, 15, 17))
 LOW, S16 = np.uint32(0xFFFF), np.uint32(16)
 F0, F1 = np.float32(0), np.float32(1)

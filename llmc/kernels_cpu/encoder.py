@@ -8,7 +8,6 @@ import numpy as np
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.columns import add_row, zero
 from llmc.kernels_cpu.door import aligned, array, helper, jit, load, noise_of_row, prange, rounding_noise, store, store_rounded
-from llmc.layers.encoder import stage_encoder_backward
 
 PARTS = 64  # each takes every 64th token, an even share: neighbours are about equally frequent
 
@@ -74,8 +73,3 @@ def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumu
     positions, groups, seed = (array(scratch[name]) for name in ("token_order", "token_groups", "token_seed"))
     arrays, in_fp32 = (array(t) for t in (dwte, dwpe, dout)), dwte.element_size() == 4
     door.launch(_encoder_backward, *arrays, positions, groups, B, T, C, len(dwte), seed, in_fp32, bool(accumulate))
-
-
-def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumulate):
-    stage_encoder_backward(order, seed, scratch)
-    launch_encoder_backward(dwte, dwpe, dout, inputs, None, scratch, accumulate=accumulate)

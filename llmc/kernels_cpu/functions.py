@@ -1,25 +1,21 @@
 """The launchers of the kernels, by the names of their counterparts in llmc/layers/."""
 
-from llmc.kernels_cpu.adamw import adamw_update, launch_adamw_update, stage_adamw_update
+from llmc.kernels_cpu.adamw import launch_adamw_update, stage_adamw_update
 from llmc.kernels_cpu.attention import attention_backward, attention_forward, attention_one_row
-from llmc.kernels_cpu.encoder import encoder_backward, encoder_forward, launch_encoder_backward, stage_encoder_backward
+from llmc.kernels_cpu.encoder import encoder_forward, launch_encoder_backward
 from llmc.kernels_cpu.fused_classifier import fused_classifier_inplace
 from llmc.kernels_cpu.gelu import gelu_backward_inplace, gelu_forward
 from llmc.kernels_cpu.global_norm import global_norm
 from llmc.kernels_cpu.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
+from llmc.layers.encoder import stage_encoder_backward
 
 
 def numba_operations() -> dict:
-    """Name -> launcher. Attention needs none of the others: it packs its gradients, and sums the bias gradient, itself."""
+    """Name -> launcher; what llmc.layers.in_halves has in halves is here in halves alone. Attention needs none of the others: it packs its
+    gradients, and sums the bias gradient, itself."""
     launchers = (
-        encoder_forward, encoder_backward, layernorm_forward, residual_layernorm_forward, layernorm_normalize, layernorm_backward,
-        gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm, adamw_update,
-        attention_forward, attention_backward, attention_one_row,
+        encoder_forward, stage_encoder_backward, launch_encoder_backward, layernorm_forward, residual_layernorm_forward,
+        layernorm_normalize, layernorm_backward, gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm,
+        stage_adamw_update, launch_adamw_update, attention_forward, attention_backward, attention_one_row,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}
-
-
-def staged_operations() -> dict:
-    """Operations whose arguments change from step to step, in two halves: one copies these into the plan's memory, one launches."""
-    halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
-    return {f.__name__: f for f in halves}

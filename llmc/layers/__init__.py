@@ -48,8 +48,8 @@ def in_halves(functions: dict) -> dict:
         order, seed = staged
         functions["encoder_backward"](dwte, dwpe, dout, inputs, order, scratch, seed=seed, accumulate=accumulate)
 
-    def stage_adamw_update(tensors, scratch, **numbers):
-        return tensors, numbers
+    def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_norm):
+        return tensors, dict(lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
 
     def launch_adamw_update(flat, staged, scratch):
         tensors, numbers = staged

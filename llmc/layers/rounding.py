@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 PRIME_Y = 198491317  # a row's stride in the noise
+NOISE = (0xD2A80A3F, 0xA884F197, 0x6C736F4B, 0xB79F3ABB, 0x1B56C4F5)  # uint32: what positions are multiplied by, and each round's number
 
 
 def _int32(value: int) -> int:
@@ -17,7 +18,7 @@ def _int32(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-N1, N2, N3, N4, N5 = (_int32(n) for n in (0xD2A80A3F, 0xA884F197, 0x6C736F4B, 0xB79F3ABB, 0x1B56C4F5))
+N1, N2, N3, N4, N5 = map(_int32, NOISE)
 ROUNDS = ((9, torch.add, N2), (11, torch.mul, N3), (13, torch.add, N4), (15, torch.mul, N5), (17, None, 0))
 
 
