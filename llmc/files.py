@@ -74,6 +74,14 @@ def replaced(path, *, doing: str):
         raise
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those above it, unless it is there. Raises UserError where the disk denies it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_error(error, folder, "making the folder") from error
+
+
 def sync_folder(folder) -> None:
     """Make renames and removals in `folder` survive a power cut. Raises OSError."""
     if os.name != "posix":

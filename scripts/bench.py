@@ -41,15 +41,15 @@ from llmc.mfu import flops_per_token
 from llmc.request import ALONE, settle_all, settle_kernels_of
 from llmc.source import Source, check_lengths
 from llmc.units import MIB
+from scripts.arguments import number_from
 from scripts.bench_pytorch import PyTorchTrainer
-from scripts.compare_memory import at_least
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-e", "--model", help="model descriptor [d12; with --sweep d6 and d12]")
-    parser.add_argument("-b", "--batch-size", type=at_least(1), help="sequences [4]")
-    parser.add_argument("-t", "--sequence-length", type=at_least(1), help="tokens per sequence [64]")
+    parser.add_argument("-b", "--batch-size", type=number_from(1), help="sequences [4]")
+    parser.add_argument("-t", "--sequence-length", type=number_from(1), help="tokens per sequence [64]")
     parser.add_argument(
         "-r",
         "--recompute",
@@ -59,7 +59,7 @@ def main():
         help="recompute level [0, which stores everything, as PyTorch does]",
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both", help="[both]")
-    parser.add_argument("--steps", type=at_least(1), default=11, help="timed steps of each [11]")
+    parser.add_argument("--steps", type=number_from(1), default=11, help="timed steps of each [11]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="as in train_gpt2.py [auto]")
     parser.add_argument("--matmul", default="auto", help="as in train_gpt2.py [auto]")

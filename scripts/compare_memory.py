@@ -30,7 +30,8 @@ import numpy as np
 from llmc.checkpoint.model_file import read_model_header
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
-from llmc.errors import MEMORY_CODE, UserError, file_error, run_script
+from llmc.errors import MEMORY_CODE, UserError, run_script
+from llmc.files import make_folder
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
 from llmc.memory.ladder import NOT_KEPT
@@ -38,6 +39,7 @@ from llmc.memory.record import RECORD_NAME
 from llmc.memory.report import COLUMNS
 from llmc.text_table import in_columns
 from llmc.units import MIB
+from scripts.arguments import number_from
 from scripts.plotting import check_picture, new_figure, read_speed, save_picture, shown
 
 TRAIN = REPO / "train_gpt2.py"
@@ -120,25 +122,15 @@ def command_line() -> argparse.ArgumentParser:
     group = parser.add_argument_group("with --sweep; what stands behind -- goes to train_gpt2.py as it is")
     d = SWEEP_DEFAULTS  # not passed to argparse as defaults, so that an option given without --sweep is noticed
     group.add_argument("-e", "--model", metavar="NAME", help=f"model descriptor or .bin [{d['model']}]")
-    group.add_argument("-b", "--batch-size", metavar="B", type=at_least(1), help=f"sequences [{d['batch_size']}]")
-    group.add_argument("-t", "--sequence-length", metavar="T", type=at_least(1), help=f"tokens per sequence [{d['sequence_length']}]")
+    group.add_argument("-b", "--batch-size", metavar="B", type=number_from(1), help=f"sequences [{d['batch_size']}]")
+    group.add_argument("-t", "--sequence-length", metavar="T", type=number_from(1), help=f"tokens per sequence [{d['sequence_length']}]")
     group.add_argument("--data", metavar="GLOB", help="token shards [a prepared corpus under dev/data, else random tokens]")
-    group.add_argument("--steps", metavar="N", type=at_least(2), help=f"steps of a process; the first is not timed [{d['steps']}]")
-    group.add_argument("--rounds", metavar="N", type=at_least(1), help=f"times to go through the levels, as machines drift [{d['rounds']}]")
+    group.add_argument("--steps", metavar="N", type=number_from(2), help=f"steps of a process; the first is not timed [{d['steps']}]")
+    rounds_help = f"times to go through the levels, as machines drift [{d['rounds']}]"
+    group.add_argument("--rounds", metavar="N", type=number_from(1), help=rounds_help)
     group.add_argument("--levels", metavar="R", type=int, nargs="+", choices=list(NOT_KEPT), help="levels of -r [all]")
     group.add_argument("--runs", metavar="DIR", type=Path, help="keep the run folders here [a temporary folder, removed in the end]")
     return parser
-
-
-def at_least(lowest: int):
-    """An argparse type: an integer of at least `lowest`."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of {lowest} or more")
-        return int(text)
-
-    return number
 
 
 def check_arguments(args: argparse.Namespace, further: list[str]) -> None:
@@ -258,10 +250,7 @@ def runs_folder(wish: Path | None):
         with tempfile.TemporaryDirectory(prefix="compare_memory_") as folder:
             yield Path(folder)
         return
-    try:
-        wish.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise file_error(error, wish, "making the folder") from error
+    make_folder(wish)
     yield wish
 
 

@@ -20,8 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
-from llmc.errors import UserError, file_error, run_script
-from llmc.files import replaced, write_atomically
+from llmc.errors import UserError, run_script
+from llmc.files import make_folder, replaced, write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 from llmc.units import round_up
@@ -221,10 +221,7 @@ def bin_to_hf(path, folder) -> None:
     config, precision = read_model_header(path)
     tensors = tensors_from_bin(path, config, precision)
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise file_error(error, folder, "making the folder") from None
+    make_folder(folder)
     print(f"writing {folder}: {precision}, {config}")
     save_safetensors(folder / "model.safetensors", tensors)
     text = json.dumps(config_to_hf(config, precision), indent=2) + "\n"

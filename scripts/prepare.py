@@ -33,9 +33,10 @@ from tqdm import tqdm
 from llmc.data.shards import MAX_SHARD_TOKENS, inputs_of_shortest, open_shard, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, Tokenizer, load_encoder
 from llmc.errors import UserError, file_error
-from llmc.files import write_atomically
+from llmc.files import make_folder, write_atomically
 from llmc.flags import Settings
 from llmc.host import own_processors
+from scripts.arguments import number_from
 
 PROGRESS = ".progress.json"
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
@@ -85,29 +86,18 @@ def argument_parser(
         parser.add_argument(
             "--shard-tokens",
             metavar="N",
-            type=number_from(1),
+            type=number_from(1, MAX_SHARD_TOKENS),
             default=shard_tokens,
             help="tokens in a shard, at most 2147483647 [%(default)s]",
         )
         parser.add_argument(
             "--workers",
             metavar="N",
-            type=number_from(1),
+            type=number_from(1, MAX_SHARD_TOKENS),
             default=own_processors(),
             help="processes that encode [one per processor: %(default)s]",
         )
     return parser
-
-
-def number_from(lowest: int) -> Callable[[str], int]:
-    """An argparse type: an integer from there to the most a shard can hold."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or not lowest <= int(text) <= MAX_SHARD_TOKENS:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {lowest} to {MAX_SHARD_TOKENS}")
-        return int(text)
-
-    return number
 
 
 def start(args: argparse.Namespace) -> Encoder:
@@ -140,13 +130,6 @@ def _decodes(path: Path, tokenizer: Tokenizer) -> bool:
         return path.exists() and tokenizer.is_part_of(Tokenizer.read(path))
     except UserError:
         return False
-
-
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise file_error(error, folder, "making the folder") from error
 
 
 # --- where documents come from

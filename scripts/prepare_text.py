@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.errors import run_script
 from scripts import prepare
+from scripts.arguments import number_from
 
 
 def file_name(text: str) -> str:
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--val-every",
-        type=prepare.number_from(2),
+        type=number_from(2, MAX_SHARD_TOKENS),
         metavar="N",
         help=f"one document in N is for validation [{prepare.VAL_EVERY}; of fewer than 11, one]",
     )

@@ -337,7 +337,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
 def test_one_document_in_one_for_validation_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         prepare_text.main(["--input", str(tmp_path), "--val-every", "1"])
-    assert "--val-every: 1 is not a number from 2 to " in capsys.readouterr().err
+    assert "--val-every: 1 is not a whole number from 2 to " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/", ".", ""])
