@@ -42,7 +42,7 @@ from llmc.checkpoint.store import extra_path, first_without_room, held_folder, s
 from llmc.clock import StepClock
 from llmc.cores import sleep_soon_where_busy
 from llmc.distributed import (
-    World, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest, told,
+    World, bound_note, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
 from llmc.distributed.place import find_place
 from llmc.errors import (
@@ -187,6 +187,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
+    said += bound_note(world)
     until_end.enter_context(told_when_compiling(partial(print, flush=True)))
     with told(world):
         s = look_only(s)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import llmc.host
 import llmc.processor
 from llmc.backend import open_backend
 from llmc.errors import UserError
-from llmc.distributed import own_threads
+from llmc.distributed import World, bound_note, own_threads
 from llmc.distributed.rendezvous import Member
 from llmc.host import available_host_bytes, processor_quota, within_quota
 
@@ -129,3 +130,15 @@ def test_a_gpu_is_taken_to_be_there_where_its_driver_is(monkeypatch, tmp_path, d
     assert llmc.processor.likely_device_kind("auto") == "cpu"
     paths[driver].touch()
     assert [llmc.processor.likely_device_kind(device) for device in ("auto", "cpu", "cuda:1")] == ["cuda", "cpu", "cuda"]
+
+
+@pytest.mark.parametrize("bound, on_machine, words", [
+    ([(0,), (1,)], 8, "bound to 1 of this machine's 8 processors"), ([(0, 4), (1, 5)], 8, "bound to 2 of this machine's 8 processors"),
+    ([(0,), (1,)], 2, ""), ([(0, 1), (0, 1)], 8, ""), ([(0, 1, 2), (3, 4, 5)], 8, ""),
+])  # fmt: skip
+def test_ranks_that_a_launcher_bound_to_few_of_many_processors_are_told_how_to_get_more(bound, on_machine, words):
+    """Not where there are no more, nor where all share a container's few, nor where each was given several."""
+    members = [Member("machine", "host", i, "address", processors) for i, processors in enumerate(bound)]
+    world = World(0, 2, 2, meeting=SimpleNamespace(members=members))
+    assert all(words in line for line in bound_note(world, on_machine)) and bool(bound_note(world, on_machine)) == bool(words)
+    assert bound_note(World(), on_machine) == []

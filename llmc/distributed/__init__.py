@@ -121,6 +121,20 @@ def own_threads(mine, here) -> int:
     return max(1, int(min(len(mine.processors) // sharers, processor_quota() / len(here))))
 
 
+def bound_note(world: World, on_machine: int | None = None) -> list[str]:
+    """A line, where a launcher has bound each process of this machine to a core or two of its own, as mpirun does unless it is told not to,
+    and there are more. on_machine: processors there; None counts them."""
+    if world.num_processes == 1:
+        return []
+    mine = world.meeting.members[world.rank]
+    each = {member.processors for member in world.meeting.members if member.machine == mine.machine}
+    n, on_machine = len(mine.processors), on_machine or os.cpu_count() or 1
+    if n > 2 or len(each) == 1 or len(set().union(*each)) >= on_machine:
+        return []
+    found = f"each process is bound to {n} of this machine's {on_machine} processors"
+    return [f"note: {found}, as its launcher wants it; mpirun --bind-to none, or srun --cpus-per-task, gives it more"]
+
+
 def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
     """Make collectives work between all ranks, once each has opened its device.
 
