@@ -225,7 +225,7 @@ def test_one_that_cannot_be_deleted_is_told_with_the_one_that_was_to_replace_it(
     def refuse(folder, step):
         raise UserError(f"deleting step {step} failed")
 
-    monkeypatch.setattr("llmc.checkpoint.snapshot.delete", refuse)
+    monkeypatch.setattr("llmc.checkpoint.keeper.delete", refuse)
     with pytest.raises(UserError, match=f"^deleting step 2 failed; step 4 is kept in {tmp_path}: once that is mended, -y 1 goes on there$"):
         checkpoints.prove(4)
 
