@@ -68,7 +68,7 @@ from llmc.preamble import (
 )  # fmt: skip
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
-from llmc.refusals import check_gelu_fusion, check_host_memory
+from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
 from llmc.request import data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
 from llmc.schedulers import learning_rate
 from llmc.source import Source, choose_precision, look_only, open_source
@@ -187,9 +187,9 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
-    said += bound_note(world)
     until_end.enter_context(told_when_compiling(partial(print, flush=True)))
     with told(world):
+        said += bound_note(world)
         s = look_only(s)
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
@@ -205,8 +205,8 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
     config, device = source.config, backend.facts()
     precision = choose_precision(s, source, device)
     check_agreement(s, source, precision, world)
-    data_ranks(s, world)  # raises where --tensor-parallel does not divide the ranks
-    groups = connect_groups(world, backend.kind, s.timeout, s.tensor_parallel)  # before free memory is counted, of which they take some
+    check_parts(s, config)
+    groups = connect_groups(world, backend.kind, s.timeout, data_ranks(s, world))  # before free memory is counted, of which they take some
     s, reasons = settle_kernels_of(s, backend)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)
     settled = settle_all(s, source, precision, world, device, budget, partial(shortest_shard, s))

@@ -62,7 +62,7 @@ def replaced(path, *, doing: str):
     temporary = Path(f"{path}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:
             os.fsync(file.fileno())  # before the rename: a renamed file without its data is a half file
         os.replace(temporary, path)
         sync_folder(path.parent)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from gloo_threads import assert_no_gloo_workers_but, gloo_workers
 
+from llmc.distributed import World, connect_groups
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Group, split_world
+from llmc.errors import UserError
 
 
 @pytest.mark.parametrize("n", [1, 3], ids=["one tensor", "several at once"])
@@ -102,3 +104,15 @@ def test_the_groups_of_a_model_s_parts_wait_as_long_as_the_world(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: made.append((ranks, timeout.total_seconds())))
     split_world(rank=0, size=4, parts=2, timeout_s=77)
     assert made == [([0, 1], 77), ([2, 3], 77), ([0, 2], 77), ([1, 3], 77)]
+
+
+@pytest.mark.parametrize("words, expected, match", [
+    ("CUDA out of memory", UserError, "rank 1 ran out of memory as the ranks connected; end what else"), ("NCCL", RuntimeError, "NCCL"),
+])  # fmt: skip
+def test_no_memory_for_a_group_is_a_sentence(words, expected, match, monkeypatch):
+    def refuse(group, device):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(Group, "set_up", refuse)
+    with pytest.raises(expected, match=match):
+        connect_groups(World(1, 2), "cuda", 60, copies=2)

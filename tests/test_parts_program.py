@@ -191,6 +191,7 @@ def test_torchrun_starts_parts(folder, in_parts):
 @pytest.mark.parametrize("flags, sentence", [
     ("-pn 3 --tensor-parallel 2", "--tensor-parallel 2 does not divide the 3 processes"),
     ("--tensor-parallel 2", "--tensor-parallel 2 does not divide the 1 processes"),
+    ("--tensor-parallel 5", "--tensor-parallel 5 does not divide the 64 channels"),  # nor would any number of processes help
     ("-pn 8 --tensor-parallel 8", "--tensor-parallel 8 is more than there are heads, 4"),
     ("-pn 2 --tensor-parallel 2 -t 33", "--tensor-parallel 2 does not divide the 33 tokens of -t"),
     ("-pn 2 --tensor-parallel 2 --kernels torch", "--tensor-parallel needs kernels that take a part's tokens"),

@@ -50,6 +50,7 @@ def assert_met(found) -> None:
     found[0].store.set("x", "y")
     for each in found:
         assert each.store.get("x") == b"y" and each.members == found[0].members and len(each.members) == len(found)
+        assert hash(each.members) == hash(found[0].members)
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from llmc.distributed.place import Place
-from llmc.errors import INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, lines_of, unusable_path
+from llmc.errors import (
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, is_out_of_memory, lines_of, unusable_path,
+)  # fmt: skip
 from llmc.host import processor_quota
 
 
@@ -167,17 +169,22 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
         raise watch.explain(error) or UserError(f"connecting {world.num_processes} processes failed: {lines_of(error)[0]}") from error
 
 
-def connect_groups(world: World, device_kind: str, timeout_s: float, parts: int):
-    """The three groups of split_world, connected; None for one process. parts: that the model is split into, the same on all ranks, which
-    divides their number."""
+def connect_groups(world: World, device_kind: str, timeout_s: float, copies: int):
+    """The three groups of split_world, connected; None for one process. copies: of the whole model, the same on all ranks, which divides
+    their number. Raises UserError where a library finds no memory for them."""
     if world.num_processes == 1:
         return None
     from llmc.distributed.group import split_world
 
-    groups = split_world(world.rank, world.num_processes, parts, timeout_s)
-    for group in groups:
-        group.set_up(device_kind)
-    return groups
+    try:
+        groups = split_world(world.rank, world.num_processes, world.num_processes // copies, timeout_s)
+        for group in dict.fromkeys(groups):
+            group.set_up(device_kind)
+        return groups
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"rank {world.rank} ran out of memory as the ranks connected; end what else takes memory there") from error
 
 
 def close_world(world: World) -> None:

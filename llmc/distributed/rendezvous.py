@@ -258,7 +258,7 @@ def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
     if not everybody(meeting, "joined", deadline):
         raise UserError(missing_sentence(place, store, timeout_s))
     members = store.multi_get([member_key(rank) for rank in range(place.num_processes)])
-    meeting.members = tuple(Member(*json.loads(member)) for member in members)
+    meeting.members = tuple(Member(*who, tuple(processors)) for *who, processors in map(json.loads, members))
     if place.rank == 0 and place.method == "fs":
         remove_card(place, meeting.prefix)
 
