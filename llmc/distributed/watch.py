@@ -135,9 +135,9 @@ class Watch:
             self._publish(verdict)
         elif not self.mine.left and verdict.speaker is not None:  # else there is nobody to tell
             self._say(read=True)
-        if self.mine.left:  # it ends by itself, for its own reason
+        if self.mine.left:  # it ends by itself, for its own reason, unless that waits for a GPU, and so for a collective that never ends
             time.sleep(END_S)
-            os._exit(self.mine.code)  # or it waits for a collective that will never end, as a GPU's memory is let go of after its work
+            os._exit(self.mine.code)
         self.speaks = self._speaks(verdict)
         if verdict.speaker is None:
             time.sleep(2 * PERIOD_S)  # other ranks on this machine, which notice a little later, check whether this one is alive
