@@ -1000,3 +1000,13 @@ def test_a_rank_says_what_it_begins_before_it_begins_it(case, monkeypatch):
     steps = [what for what in said if re.fullmatch(r"(step|done) \d+", what)]
     assert steps == ["step 1", "done 1", "step 2", "done 2"]  # as the printed lines count them
     assert "step 0, validate, call 0" in said and said[-1] == "step 2, sample, call 1"
+
+
+def test_ranks_agree_on_flags_before_they_are_grouped_and_are_grouped_before_free_memory_is_counted(case, monkeypatch):
+    """Ranks of other --tensor-parallel would make other groups, and wait for ever; NCCL takes a GPU's memory for groups."""
+    names, calls = ("check_agreement", "connect_groups", "run_budget"), []
+    for name in names:
+        real = getattr(train_gpt2, name)
+        monkeypatch.setattr(train_gpt2, name, lambda *args, name=name, real=real: calls.append(name) or real(*args))
+    ran(*inputs(case), "-b 1 -t 8 -x 0 -v 0 -s 0")
+    assert tuple(calls) == names
