@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from math import inf
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ from conftest import REPO
 import llmc.host
 import llmc.processor
 from llmc.backend import open_backend
-from llmc.errors import UserError
 from llmc.distributed import World, bound_note, own_threads
-from llmc.distributed.rendezvous import Member
+from llmc.distributed.place import Place
+from llmc.distributed.rendezvous import Meeting, Member
+from llmc.errors import UserError
 from llmc.host import available_host_bytes, processor_quota, within_quota
 
 
@@ -136,9 +136,11 @@ def test_a_gpu_is_taken_to_be_there_where_its_driver_is(monkeypatch, tmp_path, d
     ([(0,), (1,)], 8, "bound to 1 of this machine's 8 processors"), ([(0, 4), (1, 5)], 8, "bound to 2 of this machine's 8 processors"),
     ([(0,), (1,)], 2, ""), ([(0, 1), (0, 1)], 8, ""), ([(0, 1, 2), (3, 4, 5)], 8, ""),
 ])  # fmt: skip
-def test_ranks_that_a_launcher_bound_to_few_of_many_processors_are_told_how_to_get_more(bound, on_machine, words):
+def test_ranks_that_a_launcher_bound_to_few_of_many_processors_are_told_how_to_get_more(bound, on_machine, words, monkeypatch):
     """Not where there are no more, nor where all share a container's few, nor where each was given several."""
+    monkeypatch.setattr("os.cpu_count", lambda: on_machine)
     members = [Member("machine", "host", i, "address", processors) for i, processors in enumerate(bound)]
-    world = World(0, 2, 2, meeting=SimpleNamespace(members=members))
-    assert all(words in line for line in bound_note(world, on_machine)) and bool(bound_note(world, on_machine)) == bool(words)
-    assert bound_note(World(), on_machine) == []
+    members.append(Member("another machine", "host", 2, "address", (0, 1, 2, 3)))
+    world = World(0, 3, 2, meeting=Meeting(Place(0, 3, 0, 2), "", 0, "", None, members=tuple(members)))
+    assert all(words in line for line in bound_note(world)) and bool(bound_note(world)) == bool(words)
+    assert bound_note(World()) == []

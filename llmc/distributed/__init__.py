@@ -111,9 +111,8 @@ def meet_world(place: Place, timeout_s: float) -> World:
         watch = Watch(meeting, timeout_s)
     except RuntimeError as error:
         raise RankLost(f"the process that held the {place.num_processes} together ended as they met; start all of them again") from error
-    mine = meeting.members[place.rank]
-    here = [member for member in meeting.members if member.machine == mine.machine]
-    return World(place.rank, place.num_processes, len(here), own_threads(mine, here), watch, meeting)
+    here = meeting.here
+    return World(place.rank, place.num_processes, len(here), own_threads(meeting.mine, here), watch, meeting)
 
 
 def own_threads(mine, here) -> int:
@@ -123,14 +122,13 @@ def own_threads(mine, here) -> int:
     return max(1, int(min(len(mine.processors) // sharers, processor_quota() / len(here))))
 
 
-def bound_note(world: World, on_machine: int | None = None) -> list[str]:
+def bound_note(world: World) -> list[str]:
     """A line, where a launcher has bound each process of this machine to a core or two of its own, as mpirun does unless it is told not to,
-    and there are more. on_machine: processors there; None counts them."""
+    and there are more."""
     if world.num_processes == 1:
         return []
-    mine = world.meeting.members[world.rank]
-    each = {member.processors for member in world.meeting.members if member.machine == mine.machine}
-    n, on_machine = len(mine.processors), on_machine or os.cpu_count() or 1
+    each = {member.processors for member in world.meeting.here}
+    n, on_machine = len(world.meeting.mine.processors), os.cpu_count() or 1
     if n > 2 or len(each) == 1 or len(set().union(*each)) >= on_machine:
         return []
     found = f"each process is bound to {n} of this machine's {on_machine} processors"
@@ -153,8 +151,7 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
     watch, meeting = world.watch, world.meeting
     for theirs in different_from_first(world, {"device": device_kind}, "devices").values():
         raise UserError(f"rank {world.rank} found a {device_kind} device and rank 0 a {theirs} device; say --device for all, or mend one")
-    mine = meeting.members[world.rank]
-    others = [member.address for member in meeting.members if member.machine != mine.machine]
+    others = [member.address for member in meeting.members if member.machine != meeting.mine.machine]
     if device_kind == "cpu" and (interface := interface_for_gloo(others, meeting.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     watch.judge.waits_silently = device_kind == "cuda"

@@ -54,6 +54,16 @@ class Meeting:
     server: TCPStore | None = None  # must be kept: the store lives as long as this object
     members: tuple[Member, ...] = ()
 
+    @property
+    def mine(self) -> Member:
+        """This process."""
+        return self.members[self.place.rank]
+
+    @property
+    def here(self) -> list[Member]:
+        """The processes of this machine."""
+        return [member for member in self.members if member.machine == self.mine.machine]
+
     def connect(self, timeout_s: float) -> PrefixStore:
         return PrefixStore(self.prefix, TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout_s)))
 
