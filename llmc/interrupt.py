@@ -4,16 +4,20 @@ printed, data that cannot be trained on, and a log that cannot be written."""
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 
 from llmc.errors import LOST_OUTPUT, print_nothing_more
 
-ASKED_TWICE = signal.SIGINT, signal.SIGTERM  # a second one ends the process at once
+# A SIGTERM this soon after the first signal is the same request: where a launcher and its processes are all signalled, as by Slurm at a
+# job's time limit or by systemd when it stops a service, the launcher passes it on to processes that have it already
+PASSED_ON_S = 5
 
 
 class StopRequest:
-    """Remembers the first SIGINT, SIGTERM or SIGHUP. A second one has the system's default effect: the process ends at once. But a second
-    SIGHUP is ignored, as a closed terminal may send several; where nohup has SIGHUP ignored, it stays so.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP. After it a SIGINT has the system's default effect: the process ends at once. So has a
+    SIGTERM, but for PASSED_ON_S. Another SIGHUP is ignored, as a closed terminal may send several; where nohup has SIGHUP ignored, it
+    stays so.
 
     requested    whether this process was asked to stop
     agreed       whether the run stops: with several processes, once all know that one was asked. They tell each other every step, and
@@ -26,8 +30,9 @@ class StopRequest:
         self.requested = self.agreed = False
         self.lost_output = self.error = None
         self._alone = alone
+        self._signalled = None  # when
         sys.stdout = StillPrinting(sys.stdout, self._lose_output)
-        for number in ASKED_TWICE:
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._remember)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._remember)
@@ -48,15 +53,22 @@ class StopRequest:
 
     def _remember(self, number, frame):
         self._ask()
-        for each in ASKED_TWICE:
-            signal.signal(each, signal.SIG_DFL)
+        self._signalled = time.monotonic()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._end_unless_passed_on)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        words = f"\n{signal.Signals(number).name}: finishing this step; once more to stop at once"
+        after = f" after {PASSED_ON_S} s" if number == signal.SIGTERM else ""
+        words = f"\n{signal.Signals(number).name}: finishing this step; once more{after} to stop at once"
         try:
             print(words, flush=True)
         except RuntimeError:  # the signal landed inside another print, which holds the buffer
             with suppress(OSError):
                 os.write(1, f"{words}\n".encode())
+
+    def _end_unless_passed_on(self, number, frame):
+        if time.monotonic() - self._signalled >= PASSED_ON_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 class StillPrinting:

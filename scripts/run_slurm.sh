@@ -4,7 +4,8 @@
 #   sbatch scripts/run_slurm.sh                              # --nodes=4 and the like on the command line win over what is here
 #
 # A lost rank (exit code 4) starts a new step on the same nodes, from the newest checkpoint. A lost node ends the job: it is queued
-# again and goes on from there too.
+# again and goes on from there too. At its time limit a job leaves a checkpoint, if writing that takes less than Slurm's KillWait, often
+# 30 s: submit it again, or several times at once with --dependency=singleton, and each goes on where the one before ended.
 #SBATCH --job-name=gpt2_124M
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

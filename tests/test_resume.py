@@ -530,7 +530,32 @@ def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more to stop at once\n"
+    assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more after 5 s to stop at once\n"
+
+
+def signalled_twice(words) -> int:
+    """The first signal, and `seconds` later by the clock the second one."""
+    first, second, seconds = map(int, words)
+    StopRequest()
+    signal.raise_signal(first)
+    now = time.monotonic()
+    time.monotonic = lambda: now + seconds
+    signal.raise_signal(second)
+    return 0
+
+
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.mark.parametrize("first, second, seconds, ends", [
+    (INT, INT, 0, True), (TERM, INT, 0, True), (HUP, INT, 0, True), (TERM, TERM, 6, True), (INT, TERM, 6, True), (HUP, TERM, 6, True),
+    (TERM, TERM, 0, False), (TERM, TERM, 4, False), (INT, TERM, 0, False), (TERM, HUP, 6, False), (HUP, HUP, 6, False),
+])  # fmt: skip
+def test_a_second_signal_ends_a_run_at_once_unless_it_is_the_first_one_passed_on(first, second, seconds, ends):
+    """By a launcher: Slurm at a time limit, systemd and others signal it and its processes, and then it signals them too."""
+    process = Program(signalled_twice, [int(first), int(second), seconds])
+    _, err = process.communicate()
+    assert (process.returncode, err) == (-second if ends else 0, "")
 
 
 @pytest.mark.parametrize("flags", ["-n 1000", "-n 2 -nk 1 --async-checkpoint 1", "-n 1000 -sl 5 -sg 5"])
