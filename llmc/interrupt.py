@@ -1,6 +1,8 @@
 """The question that the loop asks between steps: should we stop? Reasons are SIGINT, SIGTERM, SIGHUP, output that can no longer be
 printed, data that cannot be trained on, and a log that cannot be written."""
 
+import _thread
+import ctypes
 import os
 import signal
 import sys
@@ -30,7 +32,6 @@ class StopRequest:
         self.requested = self.agreed = False
         self.lost_output = self.error = None
         self._alone = alone
-        self._signalled = None  # when
         sys.stdout = StillPrinting(sys.stdout, self._lose_output)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._remember)
@@ -53,10 +54,10 @@ class StopRequest:
 
     def _remember(self, number, frame):
         self._ask()
-        self._signalled = time.monotonic()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, self._end_unless_passed_on)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        _thread.start_new_thread(_end_by_sigterm_later, ())  # takes no lock, which what the signal interrupted might hold
         after = f" after {PASSED_ON_S} s" if number == signal.SIGTERM else ""
         words = f"\n{signal.Signals(number).name}: finishing this step; once more{after} to stop at once"
         try:
@@ -65,10 +66,12 @@ class StopRequest:
             with suppress(OSError):
                 os.write(1, f"{words}\n".encode())
 
-    def _end_unless_passed_on(self, number, frame):
-        if time.monotonic() - self._signalled >= PASSED_ON_S:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+
+def _end_by_sigterm_later():
+    """In a thread of its own: the main one may wait for a library, a GPU or a disk, perhaps for ever, and hears of no signal meanwhile."""
+    time.sleep(PASSED_ON_S)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:  # nobody has taken it over
+        ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, None)  # the default; signal.signal is for the main thread alone
 
 
 class StillPrinting:

@@ -327,7 +327,7 @@ def test_the_restart_loop_ends(body, expected, tmp_path):
 LAUNCHERS = {
     "run_torchrun.sh": ("torchrun", "--no-python --nnodes 1 --node-rank 0 --nproc-per-node 8 --master-addr 127.0.0.1 --master-port 29500"),
     "run_mpirun.sh": ("mpirun", "--host localhost:8 --map-by slot --bind-to none -x MASTER_ADDR -x MASTER_PORT=12345"),
-    "run_slurm.sh": ("srun", "--kill-on-bad-exit=1 --cpus-per-task=8"),
+    "run_slurm.sh": ("srun", "--kill-on-bad-exit=0 --wait=60 --cpus-per-task=8"),
 }
 
 
