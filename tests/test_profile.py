@@ -405,11 +405,11 @@ def test_an_error_is_exit_code_2_and_help_is_0():
 
 @pytest.mark.parametrize("path", [["scripts"], [".", "scripts"]])
 def test_other_scripts_find_the_standard_library_s_module_of_this_name(path):
-    """Their folder is where Python looks first, and cProfile, which torch.compile imports, asks for `profile`."""
+    """Their folder is where Python looks first, and cProfile, which torch.compile imports, asks for `profile`, before Python 3.15."""
     lines = (
         f"import sys; sys.path[:0] = {path}",
         "import cProfile, profile, pstats",
-        "assert cProfile._pyprofile is profile and hasattr(profile, 'Profile'), profile",
+        "assert getattr(cProfile, '_pyprofile', profile) is profile and hasattr(profile, 'Profile'), profile",
         "from scripts import profile as ours",
         "assert ours.__name__ == 'scripts.profile' and ours is not profile and 'torch' not in sys.modules",
     )
