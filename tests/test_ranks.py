@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from case_a import CONFIG, EVAL_EXAMPLES, write_case_a
 from conftest import REPO
+from forked import exit_code
 from ranks import environment
 from ranks_program import LONGEST_S, ran, start
 from test_errors import token
@@ -478,6 +479,19 @@ def test_what_cannot_be_is_a_sentence_and_code_2_on_every_rank(case, tmp_path, n
     assert [rank.code for rank in ranks] == [2] * n, ranks
     said = [rank.err for rank in ranks if rank.err]
     assert said and all(err.startswith("error: ") and err.count("\n") == 1 and words in err for err in said), said
+
+
+@pytest.mark.parametrize("mistaken", [[0], [1], [0, 1]])
+def test_where_a_launcher_ends_all_ranks_once_one_has_ended_somebody_has_said_why(case, tmp_path, mistaken):
+    """As torchrun and mpirun do."""
+    ranks = start(4, tmp_path, *inputs(case), COMMON, "-b 1 -x 3 -v 0 -s 0", own={rank: ["-i nowhere.bin"] for rank in mistaken})
+    while all(exit_code(process) is None for process in ranks.processes):
+        time.sleep(0.01)
+    for process in ranks.processes:
+        if exit_code(process) is None:
+            os.kill(process.pid, signal.SIGTERM)
+    said = [rank.err for rank in ranks.ended()]
+    assert any("-i nowhere.bin: no such file" in err for err in said), said
 
 
 def test_a_path_that_cannot_be_printed_ends_no_rank(case, tmp_path):

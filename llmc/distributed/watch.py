@@ -22,7 +22,7 @@ from llmc.errors import RankLost
 
 PERIOD_S = 1.0  # between beats
 TICK_S = 0.25  # between looks at them
-FAREWELL_S = 3.0  # allowed for a last message to be read
+FAREWELL_S = 3.0  # allowed for a last message to be read, or printed
 EXPLAIN_S = SETTLE_S + 2 * FAREWELL_S  # allowed for a verdict, once a collective has failed
 END_S = 10.0  # allowed for the main thread to end by itself once it knows why
 
@@ -141,6 +141,8 @@ class Watch:
         self.speaks = self._speaks(verdict)
         if verdict.speaker is None:
             time.sleep(2 * PERIOD_S)  # other ranks on this machine, which notice a little later, check whether this one is alive
+        if not self.speaks:
+            time.sleep(FAREWELL_S)  # a launcher ends all ranks as soon as one has ended: first those that say why
         with self.lock:
             self.verdict = verdict
             explaining = self.explaining
