@@ -69,6 +69,16 @@ class Started:
             assert runs, [Path(err).read_text() for _, err in self.files]
             time.sleep(0.01)
 
+    def end_after_one(self) -> None:
+        """What torchrun and mpirun do: as soon as one rank has ended, the others are sent a SIGTERM."""
+        deadline = time.monotonic() + LONGEST_S
+        while not any(ended := [forked.exit_code(process) is not None for process in self.processes]):
+            assert time.monotonic() < deadline, [Path(err).read_text() for _, err in self.files]
+            time.sleep(0.01)
+        for process, has_ended in zip(self.processes, ended):
+            if not has_ended:
+                process.terminate()
+
     def ended(self) -> list[SimpleNamespace]:
         """code, out and err of each, when all have ended."""
         deadline = time.monotonic() + LONGEST_S

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from case_a import CONFIG, EVAL_EXAMPLES, write_case_a
 from conftest import REPO
-from forked import exit_code
 from ranks import environment
 from ranks_program import LONGEST_S, ran, start
 from test_errors import token
@@ -483,13 +482,8 @@ def test_what_cannot_be_is_a_sentence_and_code_2_on_every_rank(case, tmp_path, n
 
 @pytest.mark.parametrize("mistaken", [[0], [1], [0, 1]])
 def test_where_a_launcher_ends_all_ranks_once_one_has_ended_somebody_has_said_why(case, tmp_path, mistaken):
-    """As torchrun and mpirun do."""
     ranks = start(4, tmp_path, *inputs(case), COMMON, "-b 1 -x 3 -v 0 -s 0", own={rank: ["-i nowhere.bin"] for rank in mistaken})
-    while all(exit_code(process) is None for process in ranks.processes):
-        time.sleep(0.01)
-    for process in ranks.processes:
-        if exit_code(process) is None:
-            os.kill(process.pid, signal.SIGTERM)
+    ranks.end_after_one()
     said = [rank.err for rank in ranks.ended()]
     assert any("-i nowhere.bin: no such file" in err for err in said), said
 
