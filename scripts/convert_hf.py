@@ -1,9 +1,9 @@
 """Convert GPT-2 weights between Hugging Face and llm.c's .bin, without losing a bit either way.
 
     python scripts/convert_hf.py to-bin gpt2 gpt2_124M_bf16.bin --precision bf16
-    python scripts/convert_hf.py to-hf log124M/model_00018865.bin hf124M
+    python scripts/convert_hf.py to-hf log124M/model_00018865.bin hf124M --tokenizer dev/data/fineweb10B/gpt2_tokenizer.bin
 
-Needs safetensors, and transformers for names on the hub: pip install "transformers" "safetensors".
+Needs safetensors, and transformers for names on the hub and for tokenizers: pip install "transformers" "safetensors".
 """
 
 import argparse
@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
+from llmc.data.tokenizer import BYTE_OF_ID, PRINTABLE_BYTES, Tokenizer, find_tokenizer
 from llmc.errors import UserError, run_script
 from llmc.files import make_folder, replaced, write_atomically
 from llmc.memory.arena import TORCH_DTYPE
@@ -35,6 +36,7 @@ HF_NAMES = {
     "fcprojw": "h.{l}.mlp.c_proj.weight", "fcprojb": "h.{l}.mlp.c_proj.bias", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias",
 }  # fmt: skip
 TRANSPOSED = {"qkvw", "attprojw", "fcw", "fcprojw"}  # theirs are Conv1D weights, (in, out); ours are (out, in)
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's name for the token that separates documents
 IGNORED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files; not parameters
 
 # config.json entries that change the mathematics -> the values that agree with this trainer's, the default first
@@ -213,19 +215,29 @@ def pieces_from_hf(tensors: dict, config: ModelConfig, dtype: torch.dtype):
 # --- .bin -> Hugging Face
 
 
-def bin_to_hf(path, folder) -> None:
-    """Write a model file as a folder that transformers loads, in the precision of the file.
+def bin_to_hf(path, folder, tokenizer=None) -> None:
+    """Write a model file as a folder that transformers loads, in the precision of the file, and the tokenizer with it.
 
-    Raises UserError for a damaged file or a full disk. Memory: the whole model once.
+    tokenizer  llm.c's tokenizer file; without one the first gpt2_tokenizer.bin of as many tokens, here or beside the model. If there is
+               none, only the model is written, and a line says so
+    Raises UserError for a damaged file, a tokenizer of another size or a full disk. Memory: the whole model once.
     """
     config, precision = read_model_header(path)
+    table = find_tokenizer(tokenizer, (".", Path(path).parent), config.vocab_size)
+    files = {"config.json": config_to_hf(config, precision)} | (tokenizer_to_hf(table, config) if table else {})
     tensors = tensors_from_bin(path, config, precision)
     folder = Path(folder)
     make_folder(folder)
     print(f"writing {folder}: {precision}, {config}")
     save_safetensors(folder / "model.safetensors", tensors)
-    text = json.dumps(config_to_hf(config, precision), indent=2) + "\n"
-    write_atomically(folder / "config.json", [text.encode()], doing="writing the config")
+    for name, values in files.items():
+        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(folder / name, [text.encode()], doing=f"writing {name}")
+    if table:
+        merged = len(files["tokenizer.json"]["model"]["merges"])
+        print(f"and its tokenizer: {f'byte pairs, {merged} of them' if merged else 'single bytes'}")
+    else:
+        print("without a tokenizer: there is no gpt2_tokenizer.bin of this model's size here or beside it; --tokenizer FILE names one")
 
 
 def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, torch.Tensor]:
@@ -262,6 +274,31 @@ def config_to_hf(config: ModelConfig, precision: str) -> dict:
     return values
 
 
+def tokenizer_to_hf(table: Tokenizer, config: ModelConfig) -> dict[str, dict]:
+    """tokenizer.json and tokenizer_config.json, with which transformers encodes and decodes as the table does.
+
+    Every byte is a character there: one that prints stands for itself, the others are the characters from 256 on. An id that no text
+    becomes has a name too, as programs make embeddings as many as the tokens.
+    """
+    tokenizers = need("tokenizers")
+    characters = {byte: chr(byte if i < len(PRINTABLE_BYTES) else 256 + i - len(PRINTABLE_BYTES)) for i, byte in enumerate(BYTE_OF_ID)}
+
+    def named(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    names = {i: named(token) for token, i in table.ids().items()} | {table.end_of_text: END_OF_TEXT}
+    vocabulary = {names.get(i, f"<|unused_{i}|>"): i for i in range(table.vocab_size)}
+    merges = [(named(a), named(b)) for a, b in table.merges()]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([END_OF_TEXT])
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.max_seq_len, "add_prefix_space": False, **special}
+    return {"tokenizer.json": json.loads(made.to_str()), "tokenizer_config.json": settings}
+
+
 def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors, whole or not at all. Raises UserError if the disk is full or denies access."""
     save_file, SafetensorError, doing = need("safetensors.torch").save_file, need("safetensors").SafetensorError, "writing the weights"
@@ -282,11 +319,12 @@ def main(argv: list[str] | None = None) -> None:
     to_hf = commands.add_parser("to-hf", help=".bin -> a folder that transformers loads")
     to_hf.add_argument("source", help="the .bin to read")
     to_hf.add_argument("output", help="the folder to write")
+    to_hf.add_argument("--tokenizer", help="the data's gpt2_tokenizer.bin, to be written too [one here or beside the model]")
     args = parser.parse_args(argv)
     if args.command == "to-bin":
         hf_to_bin(args.source, args.output, args.precision)
     else:
-        bin_to_hf(args.source, args.output)
+        bin_to_hf(args.source, args.output, args.tokenizer)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from case_a import write_case_a
 
 from llmc.checkpoint.model_file import map_parameters, parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
+from llmc.data.tokenizer import BYTE_OF_ID, UNKNOWN, GPT2Encoder, Tokenizer
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES
 from llmc.memory.tables import DTYPE_BYTES, num_parameters, parameter_shapes
@@ -151,6 +152,55 @@ def test_padding_rows_that_are_not_zero_are_dropped_aloud(tmp_path, capsys):
     a, b = (bytearray((tmp_path / name).read_bytes()) for name in ("m.bin", "back.bin"))
     a[HEADER_BYTES + 300 * row : HEADER_BYTES + 384 * row] = bytes(84 * row)
     assert a == b
+
+
+MERGED = [b"he", b"th", b"the", b" t", b" the", "é".encode()]  # "the" is t and he, " the" is " t" and "he"
+
+
+def table_of(merged) -> Tokenizer:
+    """As many tokens as CONFIG has: the bytes, those merged from them, UNKNOWN, and end-of-text."""
+    table = [bytes([byte]) for byte in BYTE_OF_ID] + merged
+    return Tokenizer(table + [UNKNOWN] * (299 - len(table)) + [b"<eot>"], 299)
+
+
+@pytest.mark.parametrize("merged", [MERGED, []], ids=["byte pairs", "bytes"])
+def test_the_tokenizer_goes_along_and_encodes_and_decodes_as_it_does_here(tmp_path, capsys, merged):
+    noise_bin(tmp_path / "m.bin", CONFIG, "bf16")
+    table = table_of(merged)
+    table.write(tmp_path / "gpt2_tokenizer.bin")  # beside the model: it is found
+    bin_to_hf(tmp_path / "m.bin", tmp_path / "hf")
+    assert (f"byte pairs, {len(merged)} of them" if merged else "single bytes") in capsys.readouterr().out
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = " the then, h\u00e9\n\n\0 don't \U0001f600 \ufffd" + (REPO / "README.md").read_text(encoding="utf-8")
+    ids = theirs.encode(text)
+    assert ids == table.encode(text, like=[299 if not merged else 256]) and theirs.decode(ids) == text
+    assert theirs.encode("a<|endoftext|>b") == [*theirs.encode("a"), 299, *theirs.encode("b")]
+    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id, theirs.model_max_length) == (300, 299, 299, 64)
+
+
+def test_a_tokenizer_of_gpt2_s_tokens_is_gpt2_s(tmp_path, shared, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "tiktoken-cache"))
+    config = ModelConfig(max_seq_len=64, vocab_size=50257, num_layers=1, num_heads=1, channels=16, padded_vocab_size=50304)
+    noise_bin(tmp_path / "m.bin", config, "bf16")
+    gpt2 = GPT2Encoder()
+    gpt2.tokenizer().write(tmp_path / "named.bin")
+    bin_to_hf(tmp_path / "m.bin", tmp_path / "hf", tmp_path / "named.bin")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for path in (*(REPO / "llmc").rglob("*.py"), REPO / "README.md"):
+        text = path.read_text(encoding="utf-8").replace("<|endoftext|>", "")
+        assert theirs.encode(text) == gpt2.encode(text), path
+
+
+def test_without_a_tokenizer_only_the_model_is_written_and_that_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    noise_bin(tmp_path / "m.bin", CONFIG, "bf16")
+    Tokenizer.from_bytes_only().write(tmp_path / "gpt2_tokenizer.bin")  # of another size, so not the model's
+    bin_to_hf(tmp_path / "m.bin", tmp_path / "hf")
+    assert "without a tokenizer" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(UserError, match="gpt2_tokenizer.bin has 50257 tokens and the model 300"):
+        bin_to_hf(tmp_path / "m.bin", tmp_path / "other", tmp_path / "gpt2_tokenizer.bin")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.fixture

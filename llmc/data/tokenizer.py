@@ -50,11 +50,21 @@ class Tokenizer:
                 )
         return b"".join(self.table[i] for i in ids)
 
+    def ids(self) -> dict[bytes, int]:
+        """The id of every token that text can become: not of end-of-text, nor of those that share their bytes, as all UNKNOWN do."""
+        found = Counter(self.table)
+        return {token: i for i, token in enumerate(self.table) if i != self.end_of_text and found[token] == 1}
+
+    def merges(self) -> list[tuple[bytes, bytes]]:
+        """The pairs of tokens that byte-pair encoding joins, in the order of the tokens that they become, which is that of their ids."""
+        ids = self.ids()
+        pairs = (_halves(token, ids) for token in sorted(ids, key=ids.get) if len(token) > 1)
+        return [pair for pair in pairs if pair]
+
     def encode(self, text: str, like) -> list[int]:
         """The ids of `text` by GPT-2's byte-pair encoding, whose ids are in the order of its merges; each byte for itself where the ids
         `like` it are all of single bytes, as ByteEncoder's are. Raises UserError for a table that lacks bytes, or without tiktoken."""
-        found = Counter(self.table)
-        ids = {token: i for i, token in enumerate(self.table) if i != self.end_of_text and found[token] == 1}  # no UNKNOWN
+        ids = self.ids()
         single = {token: i for token, i in ids.items() if len(token) == 1}
         if set(like) <= {*single.values(), self.end_of_text}:
             ids = single
@@ -103,6 +113,18 @@ class Tokenizer:
         """A table of GPT-2's size that knows only the 256 single-byte tokens: all that a model trained on ByteEncoder's data uses."""
         table = [bytes([b]) for b in BYTE_OF_ID]
         return cls(table + [UNKNOWN] * (GPT2_VOCAB_SIZE - len(table)), GPT2_END_OF_TEXT)
+
+
+def _halves(token: bytes, ids: dict[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The two tokens that become this one last when it is encoded by merges of lower ids; None if they leave more than two."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        joined = [ids.get(a + b, ids[token]) for a, b in zip(parts, parts[1:])]
+        if min(joined) >= ids[token]:
+            return None
+        first = joined.index(min(joined))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return tuple(parts)
 
 
 def _split_table(body: bytes, size: int, path) -> list[bytes]:
