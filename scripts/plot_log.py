@@ -3,10 +3,14 @@
 
     python scripts/plot_log.py log_d6                              a folder with main.log and speed.log
     python scripts/plot_log.py log_a/main.log out.txt -o both.png --labels llmc llm.c
+    python scripts/plot_log.py log124M --baseline d12              beside OpenAI's GPT-2 and GPT-3 of that size
 
 A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or the captured output of a run. For a main.log,
 tokens/s come from the speed.log beside it; those that a run prints are the trainer's running mean. If a log holds a step twice,
 the later line counts. Steps are counted from 0, as in main.log. Needs matplotlib.
+
+--baseline draws, dashed, the loss of OpenAI's GPT-2 on FineWeb's validation tokens and its HellaSwag accuracy, both as llm.c
+measured them, and GPT-3's accuracy, from its paper. A loss on other tokens cannot be compared.
 """
 
 import argparse
@@ -49,6 +53,18 @@ TITLES = {
 }  # fmt: skip
 
 
+# size -> label -> value, by the series beside which it is drawn
+BASELINES = {
+    size: {"val": {"GPT-2": loss}, "accuracy": {"GPT-2": gpt2, "GPT-3": gpt3}}
+    for size, loss, gpt2, gpt3 in (
+        ("d12", 3.424958, 0.294463, 0.337), ("d24", 3.083089, 0.375224, 0.436), ("d36", 3.000580, 0.431986, 0.510),
+        ("d48", 2.831273, 0.488946, 0.547),
+    )
+}  # fmt: skip
+LOSS_ROOM = 1.3  # the loss panel ends at so many times the baseline where a log comes that near
+BASELINE_COLOURS = {"GPT-2": "#c0392b", "GPT-3": "#777777"}
+
+
 @dataclass(frozen=True, slots=True)
 class Log:
     """One run. series: for each of SERIES, step -> value, in order of steps; training steps are counted from 0."""
@@ -64,13 +80,16 @@ def main(argv=None):
         "-o", "--output", metavar="FILE", type=Path, default=Path("log.png"), help="the picture: .png, .svg or .pdf [%(default)s]"
     )
     parser.add_argument("--labels", metavar="NAME", nargs="+", help="a name for each LOG [its folder's or its own]")
+    parser.add_argument("--baseline", choices=BASELINES, help="draw OpenAI's models of this size too")
     args = parser.parse_args(argv)
     if args.labels and len(args.labels) != len(args.logs):
         raise UserError(f"--labels has {len(args.labels)} names for {len(args.logs)} logs; give one for each")
     check_picture(args.output)
     logs = [Log(label, read_series(path)) for label, path in zip(args.labels or labels_of(args.logs), args.logs)]
+    if args.baseline and not any(log.series[name] for log in logs for name in BASELINES[args.baseline]):
+        raise UserError(f"--baseline {args.baseline} is about validation losses and HellaSwag, and no log has any; leave it out")
     print(*map(summary, logs), sep="\n")
-    save_picture(draw(logs), args.output)
+    save_picture(draw(logs, args.baseline), args.output)
 
 
 # --- reading
@@ -133,8 +152,8 @@ def parse_lines(lines) -> dict[str, dict[int, float]]:
 
 
 def summary(log: Log) -> str:
-    """One line: how far the run got, how good its loss is, and how fast it was."""
-    loss, val, speed = (log.series[name] for name in ("loss", "val", "speed"))
+    """One line: how far the run got, how good it is, and how fast it was."""
+    loss, val, accuracy, speed = (log.series[name] for name in ("loss", "val", "accuracy", "speed"))
     parts = [f"{len(loss)} steps, last train loss {list(loss.values())[-1]:.4f}" if loss else "no training step"]
     finite = {step: value for step, value in val.items() if isfinite(value)}
     if finite:
@@ -142,6 +161,8 @@ def summary(log: Log) -> str:
         parts.append(f"best validation loss {finite[best]:.4f} at step {best}")
     else:
         parts.append("no finite validation loss" if val else "no validation loss")
+    if scores := list(filter(isfinite, accuracy.values())):
+        parts.append(f"best HellaSwag accuracy {max(scores):.4f}")
     parts.append(f"median {statistics.median(speed.values()):.0f} tok/s" if speed else "no tok/s")
     return f"{log.label}: {', '.join(parts)}"
 
@@ -149,8 +170,8 @@ def summary(log: Log) -> str:
 # --- drawing
 
 
-def draw(logs: list[Log]):
-    """The figure: four panels, and a fifth if a log has HellaSwag scores."""
+def draw(logs: list[Log], baseline: str | None = None):
+    """The figure: four panels, and a fifth if a log has HellaSwag scores. baseline: one of BASELINES."""
     scored = any(log.series["accuracy"] for log in logs)
     names = [["loss", "lr"], ["norm", "speed"], *([["accuracy", "accuracy"]] if scored else [])]
     figure = new_figure(9, 8 if scored else 6.2)
@@ -163,6 +184,11 @@ def draw(logs: list[Log]):
         draw_line(panels["speed"], log, "speed", colour, linewidth=0.8)
         if scored:
             draw_line(panels["accuracy"], log, "accuracy", colour, linewidth=1.2, marker="o", markersize=4)
+    if baseline:
+        draw_baseline(panels["loss"], "val", baseline)
+        if scored:
+            draw_baseline(panels["accuracy"], "accuracy", baseline)
+            panels["accuracy"].legend(handles=baselines_in(panels["accuracy"]), fontsize=9)
     for name, panel in panels.items():
         panel.set_title(TITLES[name], fontsize=11)
         panel.tick_params(labelbottom=True)
@@ -175,6 +201,8 @@ def draw(logs: list[Log]):
             why = f"nothing to show: no {SPEED_NAME} beside {LOG_NAME}" if name == "speed" else "nothing to show"
             panel.text(0.5, 0.5, why, transform=panel.transAxes, ha="center", va="center", color="#666666")
             panel.set_yticks([])
+    if baselines_in(panels["loss"]):
+        look_near_baseline(panels["loss"], BASELINES[baseline]["val"]["GPT-2"])
     add_legends(figure, panels["loss"], logs)
     return figure
 
@@ -211,8 +239,27 @@ def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
     panel.plot(list(points), np.array(list(points.values())), color=colour, label=name, **style)
 
 
+def draw_baseline(panel, name: str, size: str) -> None:
+    """Draw OpenAI's models of this size in a panel, if it shows the same of a log."""
+    if any(line.get_label() == name for line in panel.lines):
+        for model, value in BASELINES[size][name].items():
+            label = f"OpenAI's {model}, {size}: {f'{value:.1%}' if name == 'accuracy' else f'{value:.3f}'}"
+            panel.axhline(value, color=BASELINE_COLOURS[model], linestyle="--", linewidth=1, label=label)
+
+
+def look_near_baseline(panel, loss: float) -> None:
+    """Leave out the first steps' losses, where a log comes near that of the baseline: they would flatten all the rest."""
+    nearest = min(np.nanmin(line.get_ydata()) for line in panel.lines if line.get_label() == "val")
+    if nearest < LOSS_ROOM * loss:
+        panel.set_ylim(top=min(panel.get_ylim()[1], LOSS_ROOM * loss))
+
+
+def baselines_in(panel) -> list:
+    return [line for line in panel.lines if line.get_linestyle() == "--"]
+
+
 def add_legends(figure, panel, logs: list[Log]) -> None:
-    """The legends: above the panels, which colour is which log; in the loss panel, which line is which loss."""
+    """The legends: above the panels, which colour is which log; in the panels, which line is which loss or baseline."""
     from matplotlib.lines import Line2D
 
     drawn = {line.get_label() for line in panel.lines}
@@ -220,7 +267,7 @@ def add_legends(figure, panel, logs: list[Log]) -> None:
     colour = COLOURS[0] if len(logs) == 1 else "#444444"
     handles = [Line2D([], [], color=colour, label=label, **style) for name, (label, style) in forms.items() if name in drawn]
     if handles:
-        panel.legend(handles=handles, fontsize=9)
+        panel.legend(handles=handles + baselines_in(panel), fontsize=9)
     if len(logs) == 1:
         figure.suptitle(shown(logs[0].label), fontsize=12)
         return

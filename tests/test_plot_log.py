@@ -8,7 +8,7 @@ import pytest
 from conftest import REPO
 
 from llmc.errors import UserError
-from llmc.logger import Logger, format_step_line
+from llmc.logger import LOG_NAME, Logger, format_step_line
 from scripts import plot_log
 from scripts.plot_log import Log, parse_lines
 
@@ -192,6 +192,27 @@ def test_the_picture_is_written_and_not_blank(matplotlib, tmp_path, capsys):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+SHORT, LONG = {0: 11.0, 250: 6.0}, {0: 11.0, 250: 6.0, 5000: 4.0}
+
+
+@pytest.mark.parametrize("val, top", ((SHORT, 11.0), (LONG, 1.3 * 3.424958)), ids=["a short run", "a long one"])
+def test_a_baseline_is_drawn_where_a_log_has_its_like_and_a_long_run_is_seen_near_it(val, top, matplotlib):
+    logs = [Log("a", EMPTY | {"val": val}), Log("b", EMPTY | {"val": SHORT, "accuracy": {0: 0.25}})]
+    loss, *_, accuracy = plot_log.draw(logs, "d12").axes
+    lines = {label: points[0][1] for label, points in drawn(loss).items() if "OpenAI" in label}
+    assert lines == {"OpenAI's GPT-2, d12: 3.425": 3.424958}
+    assert [label for label in drawn(accuracy) if "OpenAI" in label] == ["OpenAI's GPT-2, d12: 29.4%", "OpenAI's GPT-3, d12: 33.7%"]
+    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == [label for label in drawn(accuracy) if "OpenAI" in label]
+    assert "OpenAI's GPT-2, d12: 3.425" in [text.get_text() for text in loss.get_legend().get_texts()]
+    assert top <= loss.get_ylim()[1] <= 1.05 * top  # matplotlib's margin is 5%
+    assert not any("OpenAI" in label for panel in plot_log.draw(logs[:1]).axes for label in drawn(panel))
+
+
+def test_the_best_hellaswag_accuracy_is_told():
+    log = Log("a", EMPTY | {"loss": {0: 1.0}, "accuracy": {0: 0.25, 5: math.nan, 10: 0.3125, 15: 0.3}})
+    assert plot_log.summary(log) == "a: 1 steps, last train loss 1.0000, no validation loss, best HellaSwag accuracy 0.3125, no tok/s"
+
+
 def test_dollars_in_a_name_are_no_formula(matplotlib, tmp_path):
     logs = [Log(f"cost_$5_or_$6{bracket}", EMPTY | {"loss": {0: 1.0, 1: 2.0}}) for bracket in "{}"]
     for count in (1, 2):
@@ -224,11 +245,12 @@ def test_a_log_without_a_line_is_named(what, words, matplotlib, tmp_path):
 
 @pytest.mark.parametrize("flags, words", (
     (["--labels", "a", "b"], "--labels has 2 names for 1 logs"), (["-o", "a.txt"], "expected a name that ends in .png, .svg or .pdf"),
-    (["-o", "no/a.png"], "the folder no does not exist"),
+    (["-o", "no/a.png"], "the folder no does not exist"), (["--baseline", "d24"], "no log has any; leave it out"),
 ))  # fmt: skip
 def test_flags_that_cannot_be_honoured(flags, words, matplotlib, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "run")
+    (tmp_path / "run" / LOG_NAME).write_text("s:0 trl:1.0\n")
     with pytest.raises(UserError, match=words):
         plot_log.main(["run", *flags])
 
