@@ -3,15 +3,19 @@
 import numpy as np
 
 from llmc.kernels_cpu import door
-from llmc.kernels_cpu.door import F0, array, cdiv, helper, jit, load, plus, prange
+from llmc.kernels_cpu.door import F0, array, cdiv, fetch, helper, jit, load, plus, prange
 
 BLOCK = 1024  # squares that are summed in fp32; the sums of blocks in fp64
+# numbers ahead that are prefetched. One stream alone keeps few reads on the way: two cores of a Xeon with AMX read bf16 gradients at 14 to
+# 19 GB/s without, at 19 to 25 with it; fp32 ones at 20 to 27 either way
+AHEAD = 4 * BLOCK
 
 
 @helper
 def _sum_of_squares(grads, first, end):
     total = 0.0
     for at in range(first, end, BLOCK):
+        fetch(grads, at + AHEAD, BLOCK)
         block_sum = F0
         for i in range(at, min(at + BLOCK, end)):
             x = load(grads, i)
