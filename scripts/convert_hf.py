@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
 from llmc.config import ModelConfig
-from llmc.data.tokenizer import BYTE_OF_ID, PRINTABLE_BYTES, Tokenizer, find_tokenizer
+from llmc.data.tokenizer import CHARACTER_OF_BYTE, Tokenizer, find_tokenizer
 from llmc.errors import UserError, run_script
 from llmc.files import make_folder, replaced, write_atomically
 from llmc.memory.arena import TORCH_DTYPE
@@ -216,28 +216,38 @@ def pieces_from_hf(tensors: dict, config: ModelConfig, dtype: torch.dtype):
 
 
 def bin_to_hf(path, folder, tokenizer=None) -> None:
-    """Write a model file as a folder that transformers loads, in the precision of the file, and the tokenizer with it.
+    """Write a model file as a folder that transformers loads, in the precision of the file, and its tokenizer, of which a line tells.
 
-    tokenizer  llm.c's tokenizer file; without one the first gpt2_tokenizer.bin of as many tokens, here or beside the model. If there is
-               none, only the model is written, and a line says so
-    Raises UserError for a damaged file, a tokenizer of another size or a full disk. Memory: the whole model once.
+    tokenizer  llm.c's tokenizer file; None: see tokenizer_of
+    Raises UserError for a damaged file, a `tokenizer` that cannot be written or a full disk. Memory: the whole model once.
     """
     config, precision = read_model_header(path)
-    table = find_tokenizer(tokenizer, (".", Path(path).parent), config.vocab_size)
-    files = {"config.json": config_to_hf(config, precision)} | (tokenizer_to_hf(table, config) if table else {})
+    files, told = tokenizer_of(path, config, tokenizer)
     tensors = tensors_from_bin(path, config, precision)
     folder = Path(folder)
     make_folder(folder)
     print(f"writing {folder}: {precision}, {config}")
     save_safetensors(folder / "model.safetensors", tensors)
-    for name, values in files.items():
+    for name, values in {"config.json": config_to_hf(config, precision), **files}.items():
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         write_atomically(folder / name, [text.encode()], doing=f"writing {name}")
-    if table:
-        merged = len(files["tokenizer.json"]["model"]["merges"])
-        print(f"and its tokenizer: {f'byte pairs, {merged} of them' if merged else 'single bytes'}")
-    else:
-        print("without a tokenizer: there is no gpt2_tokenizer.bin of this model's size here or beside it; --tokenizer FILE names one")
+    stale = folder / "tokenizer.json"
+    print(told if files or not stale.exists() else f"{told}; {stale} was there before, and is left")
+
+
+def tokenizer_of(model, config: ModelConfig, path=None) -> tuple[dict[str, dict], str]:
+    """The tokenizer's files, name -> JSON, and what to say of it. The table is at `path` or, without one, the first gpt2_tokenizer.bin of
+    the model's size beside the model file or here; then there are no files if there is none, or if it cannot be converted."""
+    table = find_tokenizer(path, (Path(model).parent, "."), config.vocab_size)
+    if not table:
+        return {}, "without a tokenizer: no gpt2_tokenizer.bin of this model's size is beside it or here; --tokenizer FILE names one"
+    try:
+        files = tokenizer_to_hf(table, config)
+    except UserError as error:
+        if path:
+            raise
+        return {}, f"without a tokenizer: {error}"
+    return files, f"with the tokenizer of {table.path}: {len(files['tokenizer.json']['model']['merges'])} merges"
 
 
 def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, torch.Tensor]:
@@ -275,19 +285,25 @@ def config_to_hf(config: ModelConfig, precision: str) -> dict:
 
 
 def tokenizer_to_hf(table: Tokenizer, config: ModelConfig) -> dict[str, dict]:
-    """tokenizer.json and tokenizer_config.json, with which transformers encodes and decodes as the table does.
+    """tokenizer.json and tokenizer_config.json, with which transformers encodes and decodes as the table does, if its ids are in the order
+    of its merges. An id without bytes of its own has a name too, which no text becomes: programs make embeddings as many as the tokens.
 
-    Every byte is a character there: one that prints stands for itself, the others are the characters from 256 on. An id that no text
-    becomes has a name too, as programs make embeddings as many as the tokens.
+    Raises UserError for a table that lacks bytes or has another end-of-text than the model, or without the package tokenizers.
     """
-    tokenizers = need("tokenizers")
-    characters = {byte: chr(byte if i < len(PRINTABLE_BYTES) else 256 + i - len(PRINTABLE_BYTES)) for i, byte in enumerate(BYTE_OF_ID)}
+    tokenizers, ids = need("tokenizers"), table.ids()
+    table.need_all_bytes(ids)
+    if table.end_of_text != config.end_of_text:
+        raise UserError(
+            f"the tokenizer {table.path} has token {table.end_of_text} for end-of-text, and models here have {config.end_of_text}, "
+            f"so it cannot be converted; use one that has the same"
+        )
 
     def named(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
+        return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
 
-    names = {i: named(token) for token, i in table.ids().items()} | {table.end_of_text: END_OF_TEXT}
-    vocabulary = {names.get(i, f"<|unused_{i}|>"): i for i in range(table.vocab_size)}
+    ids.pop(END_OF_TEXT.encode(), None)  # a token that only looks like it
+    names = {i: named(token) for token, i in ids.items()} | {table.end_of_text: END_OF_TEXT}
+    vocabulary = {names.get(i, f"<|unused {i}|>"): i for i in range(table.vocab_size)}  # no byte's character is a space
     merges = [(named(a), named(b)) for a, b in table.merges()]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -319,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     to_hf = commands.add_parser("to-hf", help=".bin -> a folder that transformers loads")
     to_hf.add_argument("source", help="the .bin to read")
     to_hf.add_argument("output", help="the folder to write")
-    to_hf.add_argument("--tokenizer", help="the data's gpt2_tokenizer.bin, to be written too [one here or beside the model]")
+    to_hf.add_argument("--tokenizer", help="the data's gpt2_tokenizer.bin, to be written too [one beside the model or here]")
     args = parser.parse_args(argv)
     if args.command == "to-bin":
         hf_to_bin(args.source, args.output, args.precision)

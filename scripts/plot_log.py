@@ -3,14 +3,15 @@
 
     python scripts/plot_log.py log_d6                              a folder with main.log and speed.log
     python scripts/plot_log.py log_a/main.log out.txt -o both.png --labels llmc llm.c
-    python scripts/plot_log.py log124M --baseline d12              beside OpenAI's GPT-2 and GPT-3 of that size
+    python scripts/plot_log.py log124M --baseline d12              beside OpenAI's models of about that size
 
 A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or the captured output of a run. For a main.log,
 tokens/s come from the speed.log beside it; those that a run prints are the trainer's running mean. If a log holds a step twice,
 the later line counts. Steps are counted from 0, as in main.log. Needs matplotlib.
 
 --baseline draws, dashed, the loss of OpenAI's GPT-2 on FineWeb's validation tokens and its HellaSwag accuracy, both as llm.c
-measured them, and GPT-3's accuracy, from its paper. A loss on other tokens cannot be compared.
+measured them, and GPT-3's accuracy, from its paper. A loss on other tokens cannot be compared. Losses far above it are left out
+once every log has come near.
 """
 
 import argparse
@@ -52,17 +53,15 @@ TITLES = {
     "speed": "speed (tokens/s)", "accuracy": "HellaSwag accuracy",
 }  # fmt: skip
 
-
-# size -> label -> value, by the series beside which it is drawn
+# size -> series -> OpenAI's model of that size, or about that -> its value
 BASELINES = {
-    size: {"val": {"GPT-2": loss}, "accuracy": {"GPT-2": gpt2, "GPT-3": gpt3}}
-    for size, loss, gpt2, gpt3 in (
-        ("d12", 3.424958, 0.294463, 0.337), ("d24", 3.083089, 0.375224, 0.436), ("d36", 3.000580, 0.431986, 0.510),
-        ("d48", 2.831273, 0.488946, 0.547),
-    )
-}  # fmt: skip
-LOSS_ROOM = 1.3  # the loss panel ends at so many times the baseline where a log comes that near
-BASELINE_COLOURS = {"GPT-2": "#c0392b", "GPT-3": "#777777"}
+    "d12": {"val": {"GPT-2 124M": 3.424958}, "accuracy": {"GPT-2 124M": 0.294463, "GPT-3 125M": 0.337}},
+    "d24": {"val": {"GPT-2 355M": 3.083089}, "accuracy": {"GPT-2 355M": 0.375224, "GPT-3 350M": 0.436}},
+    "d36": {"val": {"GPT-2 774M": 3.000580}, "accuracy": {"GPT-2 774M": 0.431986, "GPT-3 760M": 0.510}},
+    "d48": {"val": {"GPT-2 1.5B": 2.831273}, "accuracy": {"GPT-2 1.5B": 0.488946, "GPT-3 1.3B": 0.547}},
+}
+BASELINE_COLOURS = ("#c0392b", "#777777")
+LOSS_ROOM = 1.3  # the loss panel ends at so many times the baseline where all logs come that near
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,14 @@ def main(argv=None):
         "-o", "--output", metavar="FILE", type=Path, default=Path("log.png"), help="the picture: .png, .svg or .pdf [%(default)s]"
     )
     parser.add_argument("--labels", metavar="NAME", nargs="+", help="a name for each LOG [its folder's or its own]")
-    parser.add_argument("--baseline", choices=BASELINES, help="draw OpenAI's models of this size too")
+    parser.add_argument("--baseline", choices=BASELINES, help="draw OpenAI's models of about this size too")
     args = parser.parse_args(argv)
     if args.labels and len(args.labels) != len(args.logs):
         raise UserError(f"--labels has {len(args.labels)} names for {len(args.logs)} logs; give one for each")
     check_picture(args.output)
     logs = [Log(label, read_series(path)) for label, path in zip(args.labels or labels_of(args.logs), args.logs)]
-    if args.baseline and not any(log.series[name] for log in logs for name in BASELINES[args.baseline]):
+    comparable = [value for log in logs for name in ("val", "accuracy") for value in log.series[name].values()]
+    if args.baseline and not any(map(isfinite, comparable)):
         raise UserError(f"--baseline {args.baseline} is about validation losses and HellaSwag, and no log has any; leave it out")
     print(*map(summary, logs), sep="\n")
     save_picture(draw(logs, args.baseline), args.output)
@@ -161,8 +161,9 @@ def summary(log: Log) -> str:
         parts.append(f"best validation loss {finite[best]:.4f} at step {best}")
     else:
         parts.append("no finite validation loss" if val else "no validation loss")
-    if scores := list(filter(isfinite, accuracy.values())):
-        parts.append(f"best HellaSwag accuracy {max(scores):.4f}")
+    if scores := {step: value for step, value in accuracy.items() if isfinite(value)}:
+        best = max(scores, key=scores.get)
+        parts.append(f"best HellaSwag accuracy {scores[best]:.4f} at step {best}")
     parts.append(f"median {statistics.median(speed.values()):.0f} tok/s" if speed else "no tok/s")
     return f"{log.label}: {', '.join(parts)}"
 
@@ -186,8 +187,7 @@ def draw(logs: list[Log], baseline: str | None = None):
             draw_line(panels["accuracy"], log, "accuracy", colour, linewidth=1.2, marker="o", markersize=4)
     if baseline:
         draw_baseline(panels["loss"], "val", baseline)
-        if scored:
-            draw_baseline(panels["accuracy"], "accuracy", baseline)
+        if scored and draw_baseline(panels["accuracy"], "accuracy", baseline):
             panels["accuracy"].legend(handles=baselines_in(panels["accuracy"]), fontsize=9)
     for name, panel in panels.items():
         panel.set_title(TITLES[name], fontsize=11)
@@ -202,7 +202,7 @@ def draw(logs: list[Log], baseline: str | None = None):
             panel.text(0.5, 0.5, why, transform=panel.transAxes, ha="center", va="center", color="#666666")
             panel.set_yticks([])
     if baselines_in(panels["loss"]):
-        look_near_baseline(panels["loss"], BASELINES[baseline]["val"]["GPT-2"])
+        look_near_baseline(panels["loss"], *BASELINES[baseline]["val"].values())
     add_legends(figure, panels["loss"], logs)
     return figure
 
@@ -239,22 +239,24 @@ def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
     panel.plot(list(points), np.array(list(points.values())), color=colour, label=name, **style)
 
 
-def draw_baseline(panel, name: str, size: str) -> None:
-    """Draw OpenAI's models of this size in a panel, if it shows the same of a log."""
-    if any(line.get_label() == name for line in panel.lines):
-        for model, value in BASELINES[size][name].items():
-            label = f"OpenAI's {model}, {size}: {f'{value:.1%}' if name == 'accuracy' else f'{value:.3f}'}"
-            panel.axhline(value, color=BASELINE_COLOURS[model], linestyle="--", linewidth=1, label=label)
+def draw_baseline(panel, name: str, size: str) -> bool:
+    """Draw OpenAI's models of this size in a panel that shows the same series of a log; whether it does."""
+    shows = any(line.get_label() == name for line in panel.lines)
+    for (model, value), colour in zip(BASELINES[size][name].items() if shows else (), BASELINE_COLOURS):
+        told = f"{value:.1%}" if name == "accuracy" else f"{value:.3f}"
+        panel.axhline(value, color=colour, linestyle="--", linewidth=1, label=f"OpenAI's {model}: {told}")
+    return shows
 
 
 def look_near_baseline(panel, loss: float) -> None:
-    """Leave out the first steps' losses, where a log comes near that of the baseline: they would flatten all the rest."""
-    nearest = min(np.nanmin(line.get_ydata()) for line in panel.lines if line.get_label() == "val")
-    if nearest < LOSS_ROOM * loss:
+    """Leave out the losses far above that of the baseline, which flatten all the rest, if every log's validation losses come near it."""
+    lowest = max(np.nanmin(line.get_ydata()) for line in panel.lines if line.get_label() == "val")
+    if lowest < LOSS_ROOM * loss:
         panel.set_ylim(top=min(panel.get_ylim()[1], LOSS_ROOM * loss))
 
 
 def baselines_in(panel) -> list:
+    """The lines that draw_baseline drew."""
     return [line for line in panel.lines if line.get_linestyle() == "--"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from case_a import CONFIG as CASE_A
@@ -154,28 +155,41 @@ def test_padding_rows_that_are_not_zero_are_dropped_aloud(tmp_path, capsys):
     assert a == b
 
 
-MERGED = [b"he", b"th", b"the", b" t", b" the", "é".encode()]  # "the" is t and he, " the" is " t" and "he"
+MERGED = [b"he", b"th", b"the", b" t", b" the", "é".encode()]  # "the" is th and e, " the" is " t" and "he"
 
 
 def table_of(merged) -> Tokenizer:
-    """As many tokens as CONFIG has: the bytes, those merged from them, UNKNOWN, and end-of-text."""
+    """As many tokens as CONFIG has: the bytes, those merged from them, UNKNOWN, one that looks like end-of-text, and end-of-text."""
     table = [bytes([byte]) for byte in BYTE_OF_ID] + merged
-    return Tokenizer(table + [UNKNOWN] * (299 - len(table)) + [b"<eot>"], 299)
+    return Tokenizer(table + [UNKNOWN] * (298 - len(table)) + [b"<|endoftext|>", b"<eot>"], 299)
+
+
+@pytest.fixture
+def noise(tmp_path, monkeypatch):
+    """A model file of noise in a folder of its own; the current folder is another."""
+    for name in ("model", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    noise_bin(tmp_path / "model" / "m.bin", CONFIG, "bf16")
+    return tmp_path / "model" / "m.bin"
 
 
 @pytest.mark.parametrize("merged", [MERGED, []], ids=["byte pairs", "bytes"])
-def test_the_tokenizer_goes_along_and_encodes_and_decodes_as_it_does_here(tmp_path, capsys, merged):
-    noise_bin(tmp_path / "m.bin", CONFIG, "bf16")
+def test_the_tokenizer_goes_along_and_encodes_and_decodes_as_it_does_here(noise, tmp_path, capsys, merged):
     table = table_of(merged)
-    table.write(tmp_path / "gpt2_tokenizer.bin")  # beside the model: it is found
-    bin_to_hf(tmp_path / "m.bin", tmp_path / "hf")
-    assert (f"byte pairs, {len(merged)} of them" if merged else "single bytes") in capsys.readouterr().out
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    table.write("named.bin")
+    convert_hf.main(["to-hf", str(noise), "hf", "--tokenizer", "named.bin"])
+    assert f"with the tokenizer of named.bin: {len(merged)} merges\n" in capsys.readouterr().out
     text = " the then, h\u00e9\n\n\0 don't \U0001f600 \ufffd" + (REPO / "README.md").read_text(encoding="utf-8")
-    ids = theirs.encode(text)
-    assert ids == table.encode(text, like=[299 if not merged else 256]) and theirs.decode(ids) == text
-    assert theirs.encode("a<|endoftext|>b") == [*theirs.encode("a"), 299, *theirs.encode("b")]
-    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id, theirs.model_max_length) == (300, 299, 299, 64)
+    expected = table.encode(text, like=[299 if not merged else 256])
+    theirs = transformers.AutoTokenizer.from_pretrained("hf")
+    plain = tokenizers.Tokenizer.from_file("hf/tokenizer.json")  # as other programs read it
+    assert theirs.encode(text) == plain.encode(text).ids == expected
+    assert theirs.decode(expected) == plain.decode(expected) == text
+    for encode in (theirs.encode, lambda text: plain.encode(text).ids):
+        assert encode("a<|endoftext|>b") == [*encode("a"), 299, *encode("b")]
+    assert len(theirs) == plain.get_vocab_size() == 300 and theirs.model_max_length == 64
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (299, 299, 299)
 
 
 def test_a_tokenizer_of_gpt2_s_tokens_is_gpt2_s(tmp_path, shared, monkeypatch):
@@ -191,16 +205,48 @@ def test_a_tokenizer_of_gpt2_s_tokens_is_gpt2_s(tmp_path, shared, monkeypatch):
         assert theirs.encode(text) == gpt2.encode(text), path
 
 
-def test_without_a_tokenizer_only_the_model_is_written_and_that_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    noise_bin(tmp_path / "m.bin", CONFIG, "bf16")
-    Tokenizer.from_bytes_only().write(tmp_path / "gpt2_tokenizer.bin")  # of another size, so not the model's
-    bin_to_hf(tmp_path / "m.bin", tmp_path / "hf")
-    assert "without a tokenizer" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+def test_a_tokenizer_is_looked_for_beside_the_model_and_then_here(noise, capsys):
+    table_of(MERGED).write("gpt2_tokenizer.bin")
+    bin_to_hf(noise, "hf")
+    assert "with the tokenizer of gpt2_tokenizer.bin: 6 merges\n" in capsys.readouterr().out
+    table_of([]).write(noise.with_name("gpt2_tokenizer.bin"))
+    bin_to_hf(noise, "hf")
+    assert f"with the tokenizer of {noise.with_name('gpt2_tokenizer.bin')}: 0 merges\n" in capsys.readouterr().out
+
+
+def test_without_a_tokenizer_only_the_model_is_written_and_that_is_said(noise, capsys):
+    """An earlier one in the folder is left, and said to be."""
+    Tokenizer.from_bytes_only().write("gpt2_tokenizer.bin")  # of another size, so not the model's
+    bin_to_hf(noise, "hf")
+    assert capsys.readouterr().out.endswith("--tokenizer FILE names one\n")
+    assert sorted(path.name for path in Path("hf").iterdir()) == ["config.json", "model.safetensors"]
+    table_of(MERGED).write("named.bin")
+    bin_to_hf(noise, "hf", "named.bin")
+    bin_to_hf(noise, "hf")
+    assert capsys.readouterr().out.endswith("--tokenizer FILE names one; hf/tokenizer.json was there before, and is left\n")
     with pytest.raises(UserError, match="gpt2_tokenizer.bin has 50257 tokens and the model 300"):
-        bin_to_hf(tmp_path / "m.bin", tmp_path / "other", tmp_path / "gpt2_tokenizer.bin")
-    assert not (tmp_path / "other").exists()
+        bin_to_hf(noise, "other", "gpt2_tokenizer.bin")
+    assert not Path("other").exists()
+
+
+LACKING = Tokenizer([UNKNOWN if token in (b"b", b"c") else token for token in table_of(MERGED).table], 299)
+EARLY = Tokenizer([b"<eot>", *table_of(MERGED).table[:-1]], 0)
+
+
+@pytest.mark.parametrize("table, lacks, reason", [
+    (LACKING, None, "has no tokens for 2 of the 256 bytes"), (EARLY, None, "has token 0 for end-of-text, and models here have 299"),
+    (table_of([]), "tokenizers", "the Python package tokenizers is missing"),
+], ids=["lacks bytes", "another end-of-text", "no package"])  # fmt: skip
+def test_a_tokenizer_that_cannot_be_converted_is_refused_if_named_and_else_left_out(noise, capsys, monkeypatch, table, lacks, reason):
+    if lacks:
+        monkeypatch.setitem(sys.modules, lacks, None)
+    table.write("gpt2_tokenizer.bin")
+    with pytest.raises(UserError, match=reason):
+        bin_to_hf(noise, "hf", "gpt2_tokenizer.bin")
+    assert not Path("hf").exists()
+    bin_to_hf(noise, "hf")
+    assert reason in capsys.readouterr().out
+    assert sorted(path.name for path in Path("hf").iterdir()) == ["config.json", "model.safetensors"]
 
 
 @pytest.fixture

@@ -193,24 +193,40 @@ def test_the_picture_is_written_and_not_blank(matplotlib, tmp_path, capsys):
 
 
 SHORT, LONG = {0: 11.0, 250: 6.0}, {0: 11.0, 250: 6.0, 5000: 4.0}
+BASELINE = "OpenAI's GPT-2 124M: 3.425"
 
 
-@pytest.mark.parametrize("val, top", ((SHORT, 11.0), (LONG, 1.3 * 3.424958)), ids=["a short run", "a long one"])
-def test_a_baseline_is_drawn_where_a_log_has_its_like_and_a_long_run_is_seen_near_it(val, top, matplotlib):
-    logs = [Log("a", EMPTY | {"val": val}), Log("b", EMPTY | {"val": SHORT, "accuracy": {0: 0.25}})]
+@pytest.mark.parametrize("vals, top", (
+    ((SHORT, LONG), 11.0), ((LONG, LONG), 1.3 * 3.424958), (({0: 3.5, 5: 3.25}, {}), 3.5),
+), ids=["one is far above", "both come near", "all is near"])  # fmt: skip
+def test_a_baseline_is_drawn_where_a_log_has_its_like_and_runs_are_seen_near_it(vals, top, matplotlib):
+    logs = [Log(name, EMPTY | {"val": val}) for name, val in zip("ab", vals)] + [Log("c", EMPTY | {"accuracy": {0: 0.25, 5: math.nan}})]
     loss, *_, accuracy = plot_log.draw(logs, "d12").axes
-    lines = {label: points[0][1] for label, points in drawn(loss).items() if "OpenAI" in label}
-    assert lines == {"OpenAI's GPT-2, d12: 3.425": 3.424958}
-    assert [label for label in drawn(accuracy) if "OpenAI" in label] == ["OpenAI's GPT-2, d12: 29.4%", "OpenAI's GPT-3, d12: 33.7%"]
-    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == [label for label in drawn(accuracy) if "OpenAI" in label]
-    assert "OpenAI's GPT-2, d12: 3.425" in [text.get_text() for text in loss.get_legend().get_texts()]
+    assert {label: points[0][1] for label, points in drawn(loss).items() if "OpenAI" in label} == {BASELINE: 3.424958}
+    assert BASELINE in [text.get_text() for text in loss.get_legend().get_texts()]
+    expected = ["OpenAI's GPT-2 124M: 29.4%", "OpenAI's GPT-3 125M: 33.7%"]
+    assert [label for label in drawn(accuracy) if "OpenAI" in label] == expected
+    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == expected
     assert top <= loss.get_ylim()[1] <= 1.05 * top  # matplotlib's margin is 5%
-    assert not any("OpenAI" in label for panel in plot_log.draw(logs[:1]).axes for label in drawn(panel))
+    assert not any("OpenAI" in label for panel in plot_log.draw(logs).axes for label in drawn(panel))
+
+
+def test_a_baseline_on_the_command_line_is_drawn(matplotlib, tmp_path, monkeypatch):
+    """Of a log whose scores are nan, beside its losses alone."""
+    folder, _ = written(tmp_path / "run")
+    with open(folder / LOG_NAME, "a") as f:
+        f.write("s:6 eval:nan\n")
+    figures = []
+    monkeypatch.setattr(plot_log, "save_picture", lambda figure, path: figures.append(figure))
+    plot_log.main([str(folder), "--baseline", "d12", "-o", str(tmp_path / "a.png")])
+    loss, *_, accuracy = figures[0].axes
+    assert BASELINE in drawn(loss) and not drawn(accuracy) and not accuracy.get_legend()
 
 
 def test_the_best_hellaswag_accuracy_is_told():
     log = Log("a", EMPTY | {"loss": {0: 1.0}, "accuracy": {0: 0.25, 5: math.nan, 10: 0.3125, 15: 0.3}})
-    assert plot_log.summary(log) == "a: 1 steps, last train loss 1.0000, no validation loss, best HellaSwag accuracy 0.3125, no tok/s"
+    expected = "a: 1 steps, last train loss 1.0000, no validation loss, best HellaSwag accuracy 0.3125 at step 10, no tok/s"
+    assert plot_log.summary(log) == expected
 
 
 def test_dollars_in_a_name_are_no_formula(matplotlib, tmp_path):
@@ -250,7 +266,7 @@ def test_a_log_without_a_line_is_named(what, words, matplotlib, tmp_path):
 def test_flags_that_cannot_be_honoured(flags, words, matplotlib, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "run")
-    (tmp_path / "run" / LOG_NAME).write_text("s:0 trl:1.0\n")
+    (tmp_path / "run" / LOG_NAME).write_text("s:0 trl:1.0\ns:0 tel:nan\n")
     with pytest.raises(UserError, match=words):
         plot_log.main(["run", *flags])
 

@@ -115,16 +115,15 @@ def test_gpt2_s_merges_are_those_of_its_own_file(bpe_files, shared):
     """OpenAI's vocab.bpe names them in the order of their ids, bytes that do not print as the characters from 256 on."""
     files = (path.read_text(encoding="utf-8") for path in (shared / "tiktoken-cache").iterdir())
     lines = next(text for text in files if text.startswith("#version")).splitlines()[1:]
-    characters = [chr(byte) for byte in module.PRINTABLE_BYTES] + [chr(256 + i) for i in range(256 - len(module.PRINTABLE_BYTES))]
-    name = dict(zip(module.BYTE_OF_ID, characters))
     merges = Tokenizer.from_gpt2().merges()
+    name = module.CHARACTER_OF_BYTE
     assert [" ".join("".join(name[byte] for byte in half) for half in pair) for pair in merges] == lines and len(merges) == 50000
 
 
-def test_merges_are_the_last_ones_of_each_token_and_only_by_lower_ids():
-    """abc is encoded as a and bc, as bc comes before ab; cab cannot become one, as ca and ab come after it; UNKNOWN is no token."""
-    table = [b"a", b"b", b"c", b"bc", b"cab", b"ab", b"abc", module.UNKNOWN, module.UNKNOWN, b"<eot>"]
-    assert Tokenizer(table, 9).merges() == [(b"b", b"c"), (b"a", b"b"), (b"a", b"bc")]
+def test_merges_are_the_last_ones_of_each_token_and_only_of_tokens_with_lower_ids():
+    """abc is encoded as a and bc, as bc comes before ab; cab cannot become one, as ca and ab come after it; x is no token, nor UNKNOWN."""
+    table = [b"a", b"b", b"c", b"bc", b"cab", b"ab", b"abc", b"ax", module.UNKNOWN, module.UNKNOWN, b"<eot>"]
+    assert Tokenizer(table, 10).merges() == [(b"b", b"c"), (b"a", b"b"), (b"a", b"bc")]
     assert Tokenizer.from_bytes_only().merges() == []
 
 

@@ -19,9 +19,11 @@ REMAKE = "make it again with scripts/prepare_*.py"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()  # the format requires at least one byte for each token
 DOWNLOAD_TIMEOUT_S = 10.0  # without an answer; not a limit on the whole download
 
-# GPT-2's vocabulary starts with the 256 single bytes, printable ones first; BYTE_OF_ID is the byte of each id from 0 to 255
+# GPT-2's vocabulary starts with the 256 single bytes, printable ones first; BYTE_OF_ID is the byte of each id from 0 to 255. In its own
+# files a byte is a character: a printable one stands for itself, the others are the characters from 256 on
 PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_ID = bytes(PRINTABLE_BYTES + [b for b in range(256) if b not in PRINTABLE_BYTES])
+CHARACTER_OF_BYTE = {byte: chr(byte if byte in PRINTABLE_BYTES else 256 + i - len(PRINTABLE_BYTES)) for i, byte in enumerate(BYTE_OF_ID)}
 ID_OF_BYTE = np.argsort(np.frombuffer(BYTE_OF_ID, np.uint8)).astype(np.uint16)
 
 
@@ -31,10 +33,10 @@ def are_single_bytes(ids) -> bool:
 
 
 class Tokenizer:
-    """The bytes of every token id: decodes ids, and reads and writes llm.c's tokenizer file."""
+    """The bytes of every token id: decodes ids, and reads and writes llm.c's tokenizer file. path: the file it was read from, if any."""
 
-    def __init__(self, table: list[bytes], end_of_text: int):
-        self.table, self.end_of_text = table, end_of_text
+    def __init__(self, table: list[bytes], end_of_text: int, path=None):
+        self.table, self.end_of_text, self.path = table, end_of_text, path
 
     @property
     def vocab_size(self) -> int:
@@ -51,15 +53,21 @@ class Tokenizer:
         return b"".join(self.table[i] for i in ids)
 
     def ids(self) -> dict[bytes, int]:
-        """The id of every token that text can become: not of end-of-text, nor of those that share their bytes, as all UNKNOWN do."""
+        """The id of every token that has bytes of its own: not of end-of-text, nor of those that share theirs, as all UNKNOWN do."""
         found = Counter(self.table)
         return {token: i for i, token in enumerate(self.table) if i != self.end_of_text and found[token] == 1}
 
     def merges(self) -> list[tuple[bytes, bytes]]:
-        """The pairs of tokens that byte-pair encoding joins, in the order of the tokens that they become, which is that of their ids."""
+        """The merges of byte-pair encoding, in their order, for a table whose ids are in that order too, as GPT-2's are."""
         ids = self.ids()
-        pairs = (_halves(token, ids) for token in sorted(ids, key=ids.get) if len(token) > 1)
-        return [pair for pair in pairs if pair]
+        merges = (_last_merge(token, ids) for token in sorted(ids, key=ids.get) if len(token) > 1)
+        return [merge for merge in merges if merge]
+
+    def need_all_bytes(self, ids) -> None:
+        """Raise UserError unless each of the 256 bytes is a token of `ids`, so that any text can be encoded."""
+        if missing := sum(bytes([b]) not in ids for b in range(256)):
+            of = f"the tokenizer {self.path}" if self.path else "this tokenizer"
+            raise UserError(f"{of} has no tokens for {missing} of the 256 bytes, so it cannot encode text; use one that has all")
 
     def encode(self, text: str, like) -> list[int]:
         """The ids of `text` by GPT-2's byte-pair encoding, whose ids are in the order of its merges; each byte for itself where the ids
@@ -68,8 +76,7 @@ class Tokenizer:
         single = {token: i for token, i in ids.items() if len(token) == 1}
         if set(like) <= {*single.values(), self.end_of_text}:
             ids = single
-        if missing := sum(bytes([b]) not in ids for b in range(256)):
-            raise UserError(f"this tokenizer has no tokens for {missing} of the 256 bytes, so it cannot encode text; use one that has all")
+        self.need_all_bytes(ids)
         with _tiktoken_needed():
             from tiktoken import Encoding
             from tiktoken_ext.openai_public import r50k_pat_str
@@ -93,7 +100,7 @@ class Tokenizer:
                 raise UserError(f"{path} has version 1 and {size} tokens; that version stands for GPT-2's {GPT2_VOCAB_SIZE}, {REMAKE}")
         if not 0 <= end_of_text < size:
             raise UserError(f"{path} says its end-of-text is token {end_of_text} of {size}; it is damaged, {REMAKE}")
-        return cls(_split_table(Path(path).read_bytes()[HEADER_BYTES:], size, path), end_of_text)
+        return cls(_split_table(Path(path).read_bytes()[HEADER_BYTES:], size, path), end_of_text, path)
 
     def write(self, path) -> None:
         """Write a tokenizer file of version 2, whole or not at all."""
@@ -115,8 +122,8 @@ class Tokenizer:
         return cls(table + [UNKNOWN] * (GPT2_VOCAB_SIZE - len(table)), GPT2_END_OF_TEXT)
 
 
-def _halves(token: bytes, ids: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two tokens that become this one last when it is encoded by merges of lower ids; None if they leave more than two."""
+def _last_merge(token: bytes, ids: dict[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The last of the merges that make this token of tokens of lower ids; None if they do not make it."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         joined = [ids.get(a + b, ids[token]) for a, b in zip(parts, parts[1:])]
@@ -124,7 +131,7 @@ def _halves(token: bytes, ids: dict[bytes, int]) -> tuple[bytes, bytes] | None:
             return None
         first = joined.index(min(joined))
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
-    return tuple(parts)
+    return tuple(parts) if all(part in ids for part in parts) else None
 
 
 def _split_table(body: bytes, size: int, path) -> list[bytes]:

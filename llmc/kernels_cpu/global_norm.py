@@ -6,8 +6,8 @@ from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import F0, array, cdiv, fetch, helper, jit, load, plus, prange
 
 BLOCK = 1024  # squares that are summed in fp32; the sums of blocks in fp64
-# numbers ahead that are prefetched. One stream alone keeps few reads on the way: two cores of a Xeon with AMX read bf16 gradients at 14 to
-# 19 GB/s without, at 19 to 25 with it; fp32 ones at 20 to 27 either way
+# How far ahead to prefetch, in numbers, as a core that reads a single stream waits for memory: two cores of a Xeon with AMX read bf16
+# gradients at 14 to 19 GB/s without, at 19 to 25 with it; fp32 ones at 20 to 27 either way
 AHEAD = 4 * BLOCK
 
 
