@@ -249,8 +249,8 @@ def draw_baseline(panel, name: str, size: str) -> bool:
 
 
 def look_near_baseline(panel, loss: float) -> None:
-    """Leave out the losses far above that of the baseline, which flatten all the rest, if every log's validation losses come near it."""
-    lowest = max(np.nanmin(line.get_ydata()) for line in panel.lines if line.get_label() == "val")
+    """Leave out the losses far above that of the baseline, which flatten all the rest, if every log's come near it."""
+    lowest = max(np.nanmin(line.get_ydata()) for line in panel.lines if line not in baselines_in(panel))
     if lowest < LOSS_ROOM * loss:
         panel.set_ylim(top=min(panel.get_ylim()[1], LOSS_ROOM * loss))
 

@@ -197,10 +197,11 @@ BASELINE = "OpenAI's GPT-2 124M: 3.425"
 
 
 @pytest.mark.parametrize("vals, top", (
-    ((SHORT, LONG), 11.0), ((LONG, LONG), 1.3 * 3.424958), (({0: 3.5, 5: 3.25}, {}), 3.5),
-), ids=["one is far above", "both come near", "all is near"])  # fmt: skip
+    ((SHORT, LONG), 11.0), ((LONG, SHORT), 11.0), ((LONG, LONG), 1.3 * 3.424958), (({0: 3.5, 5: 3.25}, {}), 3.5),
+), ids=["one is far above", "the other is", "both come near", "all is near"])  # fmt: skip
 def test_a_baseline_is_drawn_where_a_log_has_its_like_and_runs_are_seen_near_it(vals, top, matplotlib):
-    logs = [Log(name, EMPTY | {"val": val}) for name, val in zip("ab", vals)] + [Log("c", EMPTY | {"accuracy": {0: 0.25, 5: math.nan}})]
+    series = {"val": vals[0]}, {"loss": vals[1]}, {"accuracy": {0: 0.25, 5: math.nan}}
+    logs = [Log(name, EMPTY | values) for name, values in zip("abc", series)]
     loss, *_, accuracy = plot_log.draw(logs, "d12").axes
     assert {label: points[0][1] for label, points in drawn(loss).items() if "OpenAI" in label} == {BASELINE: 3.424958}
     assert BASELINE in [text.get_text() for text in loss.get_legend().get_texts()]
