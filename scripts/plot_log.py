@@ -85,8 +85,7 @@ def main(argv=None):
         raise UserError(f"--labels has {len(args.labels)} names for {len(args.logs)} logs; give one for each")
     check_picture(args.output)
     logs = [Log(label, read_series(path)) for label, path in zip(args.labels or labels_of(args.logs), args.logs)]
-    comparable = [value for log in logs for name in ("val", "accuracy") for value in log.series[name].values()]
-    if args.baseline and not any(map(isfinite, comparable)):
+    if args.baseline and not any(finite(log.series[name]) for log in logs for name in BASELINES[args.baseline]):
         raise UserError(f"--baseline {args.baseline} is about validation losses and HellaSwag, and no log has any; leave it out")
     print(*map(summary, logs), sep="\n")
     save_picture(draw(logs, args.baseline), args.output)
@@ -151,17 +150,20 @@ def parse_lines(lines) -> dict[str, dict[int, float]]:
     return {name: dict(sorted(points.items())) for name, points in series.items()}
 
 
+def finite(points: dict[int, float]) -> dict[int, float]:
+    return {step: value for step, value in points.items() if isfinite(value)}
+
+
 def summary(log: Log) -> str:
     """One line: how far the run got, how good it is, and how fast it was."""
     loss, val, accuracy, speed = (log.series[name] for name in ("loss", "val", "accuracy", "speed"))
     parts = [f"{len(loss)} steps, last train loss {list(loss.values())[-1]:.4f}" if loss else "no training step"]
-    finite = {step: value for step, value in val.items() if isfinite(value)}
-    if finite:
-        best = min(finite, key=finite.get)
-        parts.append(f"best validation loss {finite[best]:.4f} at step {best}")
+    if losses := finite(val):
+        best = min(losses, key=losses.get)
+        parts.append(f"best validation loss {losses[best]:.4f} at step {best}")
     else:
         parts.append("no finite validation loss" if val else "no validation loss")
-    if scores := {step: value for step, value in accuracy.items() if isfinite(value)}:
+    if scores := finite(accuracy):
         best = max(scores, key=scores.get)
         parts.append(f"best HellaSwag accuracy {scores[best]:.4f} at step {best}")
     parts.append(f"median {statistics.median(speed.values()):.0f} tok/s" if speed else "no tok/s")
@@ -250,14 +252,14 @@ def draw_baseline(panel, name: str, size: str) -> bool:
 
 def look_near_baseline(panel, loss: float) -> None:
     """Leave out the losses far above that of the baseline, which flatten all the rest, if every log's come near it."""
-    lowest = max(np.nanmin(line.get_ydata()) for line in panel.lines if line not in baselines_in(panel))
+    lowest = max(np.nanmin(line.get_ydata()) for line in panel.lines if line.get_label() in SERIES)
     if lowest < LOSS_ROOM * loss:
         panel.set_ylim(top=min(panel.get_ylim()[1], LOSS_ROOM * loss))
 
 
 def baselines_in(panel) -> list:
     """The lines that draw_baseline drew."""
-    return [line for line in panel.lines if line.get_linestyle() == "--"]
+    return [line for line in panel.lines if line.get_label() not in SERIES]
 
 
 def add_legends(figure, panel, logs: list[Log]) -> None:

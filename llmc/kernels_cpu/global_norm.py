@@ -7,7 +7,7 @@ from llmc.kernels_cpu.door import F0, array, cdiv, fetch, helper, jit, load, plu
 
 BLOCK = 1024  # squares that are summed in fp32; the sums of blocks in fp64
 # How far ahead to prefetch, in numbers, as a core that reads a single stream waits for memory: two cores of a Xeon with AMX read bf16
-# gradients at 14 to 19 GB/s without, at 19 to 25 with it; fp32 ones at 20 to 27 either way
+# gradients at 16 to 18 GB/s without, at 21 to 23 with it (scripts/profile.py -e d12 -b 1 -t 64 --precision bf16)
 AHEAD = 4 * BLOCK
 
 
