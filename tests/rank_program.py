@@ -1,10 +1,10 @@
 """One rank of several: meets the others, adds up numbers with them step by step, and at step 10 does what its first word says.
 
-    python rank_program.py end|kill|once|stop|hang|user|stuck|bug|deaf WHO FLAGS...
+    python rank_program.py end|kill|once|stop|hang|user|stuck|bug|deaf|torchrun WHO FLAGS...
 
-WHO is the rank that does it. once: it is killed, unless torchrun says that this is not the first try. deaf: all the others sleep, as in a
-collective that never ends, and WHO is killed. stuck: WHO has said why it ends, as with user, and then waits for ever. A rank that came to
-its end prints its number and the sum.
+WHO is the rank that does it. once: it is killed, and leaves the file $ONCE, with which all come to their end. torchrun: that is killed.
+deaf: all the others sleep, as in a collective that never ends, and WHO is killed. stuck: WHO has said why it ends, as with user, and then
+waits for ever. A rank that came to its end prints its number and the sum.
 """
 
 import os
@@ -21,7 +21,7 @@ from llmc.flags import parse
 def main(words) -> int:
     what, who, flags = words[0], int(words[1]), words[2:]
     if what == "once":
-        what = "kill" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "end"
+        what = "end" if os.path.exists(os.environ["ONCE"]) else "once"
     settings = parse(flags)
     try:
         place = find_place(settings)
@@ -63,8 +63,13 @@ def happen(what: str, mine: bool):
         time.sleep(1 if mine else 1000)  # the others sleep by then
     if not mine:
         return
-    if what in ("kill", "deaf"):
+    if what == "once":
+        open(os.environ["ONCE"], "x").close()
+    if what in ("kill", "once", "deaf"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "torchrun":
+        os.kill(os.getppid(), signal.SIGKILL)
+        return
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "hang":

@@ -18,17 +18,31 @@ from ranks import PROGRAM, ends, environment, free_port, start, start_all
 
 from torch.distributed import TCPStore
 
-from llmc.distributed import network, rendezvous
+from llmc.distributed import network, rendezvous, signpost
 from llmc.distributed.place import Place, rendezvous_path
-from llmc.distributed.rendezvous import VERDICT_KEY, meet, open_store, write_card
+from llmc.distributed.rendezvous import VERDICT_KEY, meet, open_signpost, open_store
+from llmc.distributed.signpost import SignpostFile, SignpostInStore
 from llmc.errors import UserError
 
 
-def place(rank: int, size: int, tmp_path=None, port: int = 0, key: str = "") -> Place:
+def place(rank: int, size: int, tmp_path=None, port: int = 0, key: str = "", method: str = "tcp") -> Place:
     """Of a rank that meets the others in a folder, or at a port."""
     if tmp_path:
         return Place(rank, size, rank, size, method="fs", folder=str(tmp_path), key=key)
-    return Place(rank, size, rank, size, address="127.0.0.1", port=port)
+    return Place(rank, size, rank, size, method=method, address="127.0.0.1", port=port)
+
+
+def opened(place: Place):
+    """Rank 0's store, to which nobody has come yet."""
+    return open_store(place, open_signpost(place, 30, time.monotonic() + 30), 30)
+
+
+@pytest.fixture
+def torchruns_store():
+    """What torchrun keeps while it starts its ranks again and again; its port."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
 
 
 def meetings(places, timeout_s: float = 30) -> list:
@@ -78,12 +92,22 @@ def test_processes_add_up_their_numbers(method, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["end", "once"])
-def test_torchrun_starts_them(what):
+def test_torchrun_starts_them(what, tmp_path):
     """And again, if rank 1 is killed the first time: its store then holds what the first run left there."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     command += ["--max-restarts", "1", PROGRAM, what, "1"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(ONCE=str(tmp_path / "once")), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3", "rank 1 of 2: 3"], done.stderr
+
+
+def test_one_torchrun_of_two_starts_its_rank_again(tmp_path):
+    """Each counts only the restarts that it began itself: after rank 1 was killed one machine has counted 1, and the other 0."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", PROGRAM, "once", "1"]
+    environ, pipe = environment(ONCE=str(tmp_path / "once")), subprocess.PIPE
+    runs = [subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=120) for run in runs]
+    assert sorted(out for out, _ in said) == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"] and not any(run.returncode for run in runs), said
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +149,7 @@ STALE = ("a dead run's file", "a file whose port somebody else has", "text", "ha
 
 @pytest.mark.parametrize("name", STALE)
 def test_a_stale_file_confuses_nobody(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
+    monkeypatch.setattr(signpost, "ANSWER_S", 0.5)
     path = rendezvous_path(place(0, 2, tmp_path))
     with listener() as taken:
         port = taken if "somebody" in name else dead_port()
@@ -138,42 +162,49 @@ def test_a_stale_file_confuses_nobody(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_card_whose_port_another_run_has_since_leads_nowhere():
+def test_a_signpost_whose_port_another_run_has_since_leads_nowhere(tmp_path):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("hello", json.dumps({"run": "another", "num_processes": 2}))
-    card = {"addresses": ["127.0.0.1"], "machine": network.this_machine(), "port": store.port, "run": "old"}
-    assert rendezvous.answers(card) is None and rendezvous.answers(card | {"run": "another"}).num_processes == 2
+    sign = {"addresses": ["127.0.0.1"], "machine": network.this_machine(), "port": store.port, "run": "old"}
+    for form in SignpostFile(tmp_path / "sign.json"), SignpostInStore(store, "sign"):
+        assert form.leads_to() is None
+        form.write(sign)
+        assert form.leads_to() is None
+        form.write(sign | {"run": "another"})
+        assert form.leads_to().num_processes == 2
 
 
 def test_only_a_run_s_own_file_is_removed(tmp_path):
     """A newer run may have written its own there."""
     path = rendezvous_path(place(0, 2, tmp_path))
-    path.write_text(json.dumps({"addresses": [], "machine": "", "port": 1, "run": "newer"}))
-    rendezvous.remove_card(place(0, 2, tmp_path), "older")
+    SignpostFile(path).write({"addresses": [], "machine": "", "port": 1, "run": "newer"})
+    SignpostFile(path).remove("older")
     assert path.exists()
-    rendezvous.remove_card(place(0, 2, tmp_path), "newer")
+    SignpostFile(path).remove("newer")
     assert not path.exists()
 
 
 def test_rank_1_looks_on_while_there_is_only_a_stale_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
+    monkeypatch.setattr(signpost, "ANSWER_S", 0.5)
     with listener() as port:
-        write_card(place(0, 2, tmp_path), {"addresses": [], "machine": network.this_machine(), "port": port, "run": "old"})
+        stale = {"addresses": [], "machine": network.this_machine(), "port": port, "run": "old"}
+        SignpostFile(rendezvous_path(place(0, 2, tmp_path))).write(stale)
         [sentence] = meetings([place(1, 2, tmp_path)], timeout_s=1)
     assert f"no {rendezvous_path(place(1, 2, tmp_path))} of a living rank 0 appeared within 1 s (--timeout)" in sentence
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-def test_who_starts_again_does_not_join_a_run_that_is_lost(tcp, tmp_path):
+@pytest.mark.parametrize("method", ["fs", "tcp", "agent"])
+def test_who_starts_again_does_not_join_a_run_that_is_lost(method, tmp_path, torchruns_store):
     """Rank 1 is back before rank 0 has ended: it waits for the next rank 0."""
-    where = dict(port=free_port()) if tcp else dict(tmp_path=tmp_path)
-    old = open_store(place(0, 2, **where), 30)
+    ports = {"tcp": free_port(), "agent": torchruns_store}
+    where = dict(tmp_path=tmp_path) if method == "fs" else dict(port=ports[method], method=method)
+    old = opened(place(0, 2, **where))
     old.store.set(VERDICT_KEY, "lost")
     with ThreadPoolExecutor(2) as pool:
         back = pool.submit(meet, place(1, 2, **where), 30)
         time.sleep(0.5)
         assert not back.done()
-        if tcp:
+        if method == "tcp":
             old.store = old.server = None  # it ends, and so does its store
         new = pool.submit(meet, place(0, 2, **where), 30)
         assert_met([new.result(), back.result()])
@@ -186,8 +217,46 @@ def test_two_jobs_in_one_folder_do_not_meet(tmp_path):
     assert found[0].port != found[2].port
 
 
+def test_a_rank_of_torchrun_s_waits_for_the_rank_0_of_its_own_start(torchruns_store, monkeypatch):
+    """The signpost of the start before leads to a rank 0 that has ended without a word, or still lives, with all its ranks; and one of
+    another number of ranks is not looked at."""
+    where = dict(port=torchruns_store, method="agent")
+    first = [place(rank, 2, **where) for rank in range(2)]
+    assert_met(meetings(first))  # whose stores are closed with what this returned
+    living = meetings(first)
+    assert_met(living)
+    with ThreadPoolExecutor(5) as pool:
+        more = [pool.submit(meet, place(rank, 3, **where), 30) for rank in range(3)]
+        again = [pool.submit(meet, each, 30) for each in first]
+        assert_met([each.result() for each in more])
+        time.sleep(0.5)
+        assert not any(each.done() for each in again)
+        living[0].store.set(VERDICT_KEY, "lost")
+        assert_met([each.result() for each in again])
+
+
 # ----------------------------------------------------------------------------
 # sentences
+
+
+def test_who_is_waited_for_is_said_meanwhile(monkeypatch, capsys, torchruns_store, tmp_path):
+    monkeypatch.setattr(rendezvous, "REMINDER_S", 0.2)
+    port = free_port()
+    meetings([place(0, 4, port=port), place(2, 4, port=port)], timeout_s=2)
+    assert capsys.readouterr().out == "waiting for ranks 1, 3 of 4\n"
+    alone = Place(1, 2, 0, 1, address="127.0.0.1", port=port)
+    fs = Place(1, 2, 0, 1, method="fs", folder=str(tmp_path))
+    agent = Place(1, 2, 0, 1, method="agent", address="127.0.0.1", port=torchruns_store)
+    for where, who in (alone, f"rank 0 at 127.0.0.1:{port}"), (fs, f"rank 0 to write {rendezvous_path(fs)}"), (agent, "rank 0"):
+        meetings([where], timeout_s=1)
+        assert capsys.readouterr().out == f"rank 1 of 2 is waiting for {who}\n"
+
+
+def test_a_torchrun_that_is_gone_is_a_sentence():
+    port = free_port()
+    for rank in range(2):
+        [sentence] = meetings([place(rank, 2, port=port, method="agent")], timeout_s=1)
+        assert sentence.startswith(f"torchrun's store at 127.0.0.1:{port} did not answer within 1 s (--timeout)")
 
 
 def test_a_second_claimant_of_a_rank_is_told_whose_it_is(tmp_path, monkeypatch):
@@ -200,7 +269,7 @@ def test_a_second_claimant_of_a_rank_is_told_whose_it_is(tmp_path, monkeypatch):
 
 def test_a_second_run_in_the_same_folder_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "TAKEN_AFTER_S", 0.5)
-    first = open_store(place(0, 2, tmp_path), 30)
+    first = opened(place(0, 2, tmp_path))
     rendezvous.claim(first)
     assert meetings([place(0, 2, tmp_path)])[0].startswith("rank 0 of 2 is taken by process")
 
@@ -214,7 +283,7 @@ def test_a_port_in_use_is_a_sentence(monkeypatch):
 
 
 def test_nobody_or_somebody_else_at_the_address_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
+    monkeypatch.setattr(signpost, "ANSWER_S", 0.5)
     with listener() as taken:
         for port in (dead_port(), taken):
             [sentence] = meetings([place(1, 2, port=port)], timeout_s=1)

@@ -5,12 +5,15 @@ since what they do is mostly to wait.
 """
 
 import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from ranks import KILLED, ends, start_all
+from ranks import KILLED, LONGEST_S, PROGRAM, ends, environment, free_port, start_all
 
 from llmc.distributed.rendezvous import Member
 from llmc.distributed.verdict import DONE, DOUBTFUL_AFTER_S, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge, Verdict
@@ -23,8 +26,8 @@ TIMEOUT_S = 60
 class Case:
     """A judge, and what it hears: everybody beats unless told otherwise."""
 
-    def __init__(self, rank: int = 0, has_agent: bool = False, waits_silently: bool = False):
-        self.judge = Judge(rank, MEMBERS, TIMEOUT_S, has_agent=has_agent)
+    def __init__(self, rank: int = 0, waits_silently: bool = False):
+        self.judge = Judge(rank, MEMBERS, TIMEOUT_S)
         self.judge.waits_silently = waits_silently
         self.beats = {each: Beat(progress="step 7") for each in (range(3) if rank == 0 else (0,))}
         self.silent, self.store_answers, self.now, self.heard = set(), True, 0.0, Heard()
@@ -66,19 +69,15 @@ def test_a_rank_that_is_silent_too_long_is_gone(who):
 
 
 def test_the_others_miss_rank_0_themselves():
-    """Its store, or where torchrun has the store, its beat."""
-    for has_agent in (False, True):
-        case = Case(rank=2, has_agent=has_agent)
+    """Its beat, or its store, which answers no more."""
+    for what in "beat", "store":
+        case = Case(rank=2)
         case.passes(1)
-        case.silent.add(0)
-        verdict = case.passes(LOST_AFTER_S + 2)
-        assert verdict.sentence.startswith("rank 0 of 3 (host host0, process 100) is gone") and verdict.speaker is None
-    for has_agent, culprit in ((False, "rank 0 of 3"), (True, "torchrun, which held the ranks together, is gone")):
-        case = Case(rank=2, has_agent=has_agent)
-        case.passes(1)
-        case.store_answers = False
+        case.silent = {0} if what == "beat" else set()
+        case.store_answers = what != "store"
         assert case.passes(LOST_AFTER_S - 1) is None
-        assert case.passes(2).sentence.startswith(culprit)
+        verdict = case.passes(3)
+        assert verdict.sentence.startswith("rank 0 of 3 (host host0, process 100) is gone") and verdict.speaker is None
 
 
 def test_a_store_that_breaks_off_is_lost_at_once():
@@ -316,3 +315,16 @@ def test_the_others_end_and_one_of_them_says_why(results, name):
     own = "error: the disk is full; make room\n" if what in ("user", "stuck") else ""
     assert ranks[who].err == own or what == "bug" and "ZeroDivisionError: a bug" in ranks[who].err
     assert not any(rank.out for rank in ranks)
+
+
+def test_ranks_whose_torchrun_is_killed_end(tmp_path):
+    """Nobody else would end them, or start them again."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    said = tmp_path / "said"
+    with open(said, "w") as f:
+        torchrun = subprocess.Popen([*command, PROGRAM, "torchrun", "0"], env=environment(), stdout=f, stderr=f, text=True)
+    assert torchrun.wait(LONGEST_S) == KILLED
+    deadline, sentence = time.monotonic() + LONGEST_S, f"error: torchrun (process {torchrun.pid} on "
+    while sentence not in said.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert said.read_text().count(sentence) == 1 and said.read_text().count("error") == 1, said.read_text()

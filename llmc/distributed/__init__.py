@@ -63,7 +63,7 @@ def prepare_torch(place: Place) -> None:
     for name, value in {
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "TORCH_NCCL_ENABLE_MONITORING": "0",  # a second watch
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it tells all ranks through torchrun's store, where those of the next restart find it
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it has all ranks write files that nobody asked for
         "NCCL_NVLS_ENABLE": "0",  # sums in NVLink's switches differ from call to call (https://github.com/NVIDIA/nccl/issues/1497)
     }.items():
         os.environ.setdefault(name, value)

@@ -1,6 +1,7 @@
 """Which of how many processes this is, and where the others are met: from a launcher's environment, or from llm.c's flags.
 
-torchrun's environment wins, then that of mpirun (Open MPI, or whatever speaks PMI) and of srun, then -pn and -pr. Imports no torch.
+torchrun's environment wins, even where it started only one process, then that of mpirun (Open MPI, or whatever speaks PMI) and of srun,
+then -pn and -pr. Imports no torch.
 """
 
 import os
@@ -23,8 +24,8 @@ HOW_TO_START = "start it with torchrun, mpirun or srun, or use -pi tcp -ps ADDRE
 class Place:
     """This process among the others, and how it finds them.
 
-    method   tcp: rank 0 listens at address:port. fs: rank 0 listens anywhere, and says where in a file in `folder`.
-             agent: torchrun itself listens at address:port
+    method   tcp: rank 0 listens at address:port. The others: rank 0 listens anywhere, and says where,
+             fs: in a file in `folder`; agent: in the store of torchrun, which itself listens at address:port
     key      the launcher's name for this run; empty where there is none
     """
 
@@ -55,7 +56,9 @@ class Launched:
 
 def find_place(s: Settings, environ=os.environ) -> Place:
     """This process's place. Raises UserError where flags and launcher contradict each other, or something is missing."""
-    launched = from_torchrun(environ) or from_mpi(environ)
+    launched = from_torchrun(environ)
+    if launched is None and not environ.get("TORCHELASTIC_RUN_ID"):
+        launched = from_mpi(environ)
     if launched is None:
         return place_of_flags(s)
     check_flags(s, launched)
@@ -163,8 +166,7 @@ def master_port(environ) -> int:
 def from_torchrun(environ) -> Launched | None:
     """What torchrun, or whatever else sets the same variables, says; None if there is only one process."""
     found = of_variables("torchrun", environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    key = [environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    return found and replace(found, key="-".join(filter(None, key)))
+    return found and replace(found, key=environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
 def from_mpi(environ) -> Launched | None:
@@ -182,9 +184,10 @@ def from_mpi(environ) -> Launched | None:
 
 
 def from_slurm(environ) -> Launched | None:
-    """What srun says to each task of a step. The batch script around it is one process, whatever its variables say."""
+    """What srun says to each task of a step. The batch script around it is one process, whatever its variables say, and so is a shell
+    that srun --pty gave to its first task."""
     step = number(environ, "SLURM_STEP_ID", SLURM_NO_STEP)
-    if step >= SLURM_NO_STEP:
+    if step >= SLURM_NO_STEP or environ.get("SLURM_PTY_PORT"):
         return None
     found = of_variables("srun", environ, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None)
     if found is None:
@@ -237,11 +240,12 @@ def slurm_port(key: str) -> int:
     return SLURM_PORTS[(17 * int(job) + int(step)) % len(SLURM_PORTS)]
 
 
-def file_name(place: Place) -> str:
-    """Name of the file by which the processes of -pi fs meet: another number of processes, or another job, has another file."""
+def signpost_name(place: Place) -> str:
+    """The name under which rank 0 says where it listens: another number of processes, or another job, has another one."""
     key = re.sub(r"[^\w.-]", "_", place.key)
     return "_".join(filter(None, ("llmc_rendezvous", str(place.num_processes), key))) + ".json"
 
 
 def rendezvous_path(place: Place) -> Path:
-    return Path(place.folder) / file_name(place)
+    """The file by which the processes of -pi fs meet."""
+    return Path(place.folder) / signpost_name(place)

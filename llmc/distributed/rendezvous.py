@@ -1,7 +1,9 @@
-"""How several processes meet: all connect to one torch.distributed.TCPStore, claim their ranks there, and wait for the last one.
+"""How several processes meet: all connect to rank 0's torch.distributed.TCPStore, claim their ranks there, and wait for the last one.
 
-A process that starts again after a crash may find traces of the previous run: a file, or a store that is about to disappear. Neither
-must confuse it, so a store counts only if it answers, says which run it belongs to, and nobody has declared that run lost.
+A process that starts again after a crash may find traces of the previous run: a signpost to its store, or the store itself, about to
+disappear. Neither must confuse it, so a store counts only if it answers, says which run it belongs to, and nobody has declared that run
+lost. Torchrun's store outlives the runs that torchrun starts again, so it holds no more than a signpost: by its count of restarts they
+could not be told apart, as each machine's torchrun counts its own.
 """
 
 import json
@@ -9,23 +11,23 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
-from threading import Thread
 
 from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore
 
 from llmc.distributed.network import addresses_for_others, own_address_towards, this_machine
-from llmc.distributed.place import Place, rendezvous_path
-from llmc.errors import UserError, file_error, lines_of
+from llmc.distributed.place import Place, rendezvous_path, signpost_name
+from llmc.distributed.signpost import Found, Signpost, SignpostFile, SignpostInStore, knock
+from llmc.errors import UserError, lines_of
 
-KNOCK_S = 2  # allowed for opening a connection
-ANSWER_S = 5  # allowed for a store to say which run it belongs to
 LOST_AFTER_S = 10.0  # without a new beat a rank is lost: on an overloaded machine one was seen to come 5 s late
 TAKEN_AFTER_S = 2 * LOST_AFTER_S  # a rank that is still taken is held by a living process: a crashed one would be missed by then
 PAUSE_S = 0.2
+REMINDER_S = 10.0  # after so long without the others a line says who is waited for
 VERDICT_KEY = "verdict"  # why the run ends; empty until then
 OTHER_PORT = "choose another port with -ps HOST:PORT or MASTER_PORT"
 ADVICE = "start all of them with the same flags, and look at what the others print"
@@ -44,12 +46,12 @@ class Member:
 
 @dataclass(slots=True)
 class Meeting:
-    """The store where all have met; `connect` opens one more connection to it, for another thread."""
+    """Rank 0's store, where all have met; `connect` opens one more connection to it, for another thread."""
 
     place: Place
     address: str
     port: int
-    prefix: str
+    run: str  # a name that no other run has
     store: PrefixStore
     server: TCPStore | None = None  # must be kept: the store lives as long as this object
     members: tuple[Member, ...] = ()
@@ -65,7 +67,7 @@ class Meeting:
         return [member for member in self.members if member.machine == self.mine.machine]
 
     def connect(self, timeout_s: float) -> PrefixStore:
-        return PrefixStore(self.prefix, TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+        return PrefixStore(self.run, TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout_s)))
 
 
 def beat_key(rank: int) -> str:
@@ -84,12 +86,14 @@ class Gone(Exception):
 def meet(place: Place, timeout_s: float) -> Meeting:
     """Find the other ranks and wait until all are there. Raises UserError if that takes longer than timeout_s, or this rank is taken."""
     deadline = time.monotonic() + timeout_s
-    opens = place.rank == 0 and place.method != "agent"
     taken_since = None
     while True:
         try:
-            meeting = open_store(place, timeout_s) if opens else find_store(place, timeout_s, deadline)
+            signpost = open_signpost(place, timeout_s, deadline)
+            meeting = open_store(place, signpost, timeout_s) if place.rank == 0 else find_store(place, signpost, timeout_s, deadline)
             join(meeting, timeout_s, deadline)
+            if signpost and place.rank == 0:
+                signpost.remove(meeting.run)  # nobody needs it any more
             return meeting
         except Taken as taken:
             taken_since = taken_since or time.monotonic()
@@ -106,16 +110,24 @@ class Taken(Exception):
 
 
 # ----------------------------------------------------------------------------
-# rank 0: the store
+# rank 0's store
 
 
-def open_store(place: Place, timeout_s: float) -> Meeting:
-    """Open the store and listen; with -pi fs, write where it listens into a file."""
-    if (
-        place.method == "fs"
-        and (there := answers(read_card(place)))
-        and not (store := PrefixStore(there.run, there.store)).get(VERDICT_KEY)
-    ):
+def open_signpost(place: Place, timeout_s: float, deadline: float) -> Signpost | None:
+    """Where rank 0 says where it listens; None if the place itself says it."""
+    if place.method == "tcp":
+        return None
+    if place.method == "fs":
+        return SignpostFile(rendezvous_path(place))
+    who = f"torchrun's store at {place.address}:{place.port}"
+    missing = f"{who} did not answer within {timeout_s:g} s (--timeout); open the port between the machines"
+    agent = wait_until_found(lambda: knock(place.address, place.port, says_hello=False), place, who, deadline, missing)
+    return SignpostInStore(agent.store, signpost_name(place))
+
+
+def open_store(place: Place, signpost: Signpost | None, timeout_s: float) -> Meeting:
+    """Rank 0: open the store, listen, and say where. Raises Taken where another run's rank 0 does."""
+    if signpost and (there := signpost.leads_to()) and not (store := PrefixStore(there.run, there.store)).get(VERDICT_KEY):
         raise Taken(taken_sentence(place, store))
     port = place.port if place.method == "tcp" else 0
     try:
@@ -126,72 +138,17 @@ def open_store(place: Place, timeout_s: float) -> Meeting:
         raise UserError(f"rank 0 cannot listen at port {port}: {lines_of(error)[0]}; {OTHER_PORT}") from None
     run = secrets.token_hex(8)
     meeting = Meeting(place, "127.0.0.1", server.port, run, PrefixStore(run, server), server)
-    greet(meeting, server, run)
-    if place.method == "fs":
-        write_card(place, {"addresses": addresses_for_others(), "machine": this_machine(), "port": server.port, "run": run})
+    server.set("hello", json.dumps({"run": run, "num_processes": place.num_processes}))
+    meeting.store.set(VERDICT_KEY, "")
+    if signpost:
+        signpost.write({"addresses": addresses_for_others(), "machine": this_machine(), "port": server.port, "run": run})
     return meeting
 
 
-def greet(meeting: Meeting, store, run: str) -> None:
-    """Put into the store what others must know before they join: the run's key and size."""
-    store.set("hello", json.dumps({"run": run, "num_processes": meeting.place.num_processes}))
-    meeting.store.set(VERDICT_KEY, "")
-
-
-def write_card(place: Place, card: dict) -> None:
-    """Write the file of -pi fs: under its name it is whole or not there."""
-    path = rendezvous_path(place)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(card))
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise file_error(error, path, "writing where rank 0 listens") from error
-
-
-def read_card(place: Place) -> dict | None:
-    """What rank 0 wrote into the file, in this run or an earlier one; None if there is nothing to read."""
-    try:
-        card = json.loads(rendezvous_path(place).read_text())
-        return card if {"addresses", "machine", "port", "run"} <= card.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def remove_card(place: Place, run: str) -> None:
-    """Remove this run's file: once all have joined nobody needs it."""
-    card = read_card(place)
-    if card and card["run"] == run:
-        with suppress(OSError):
-            rendezvous_path(place).unlink()
-
-
-# ----------------------------------------------------------------------------
-# the other ranks: finding the store
-
-
-def find_store(place: Place, timeout_s: float, deadline: float) -> Meeting:
-    """Look for rank 0's store, or torchrun's, until it answers."""
-    while True:
-        if place.method == "fs":
-            found = answers(read_card(place))
-        elif place.method == "agent":
-            found = knock(place.address, place.port, agent=True)
-        else:
-            found = knock(place.address, place.port)
-        if found:
-            break
-        if time.monotonic() > deadline:
-            raise UserError(not_found_sentence(place, timeout_s))
-        time.sleep(PAUSE_S)
-    if place.method == "agent":
-        prefix = f"llmc/{place.key}"
-        meeting = Meeting(place, found.address, place.port, prefix, PrefixStore(prefix, found.store))
-        if place.rank == 0:
-            greet(meeting, meeting.store, prefix)
-        return meeting
+def find_store(place: Place, signpost: Signpost | None, timeout_s: float, deadline: float) -> Meeting:
+    """The other ranks: look for rank 0's store until it answers."""
+    look = signpost.leads_to if signpost else lambda: knock(place.address, place.port)
+    found = wait_until_found(look, place, rank_0_of(place), deadline, not_found_sentence(place, timeout_s))
     if found.num_processes != place.num_processes:
         raise UserError(
             f"-pn {place.num_processes}: rank 0 at {found.address}:{found.port} is one of {found.num_processes} processes; "
@@ -200,60 +157,37 @@ def find_store(place: Place, timeout_s: float, deadline: float) -> Meeting:
     return Meeting(place, found.address, found.port, found.run, PrefixStore(found.run, found.store))
 
 
+def wait_until_found(look: Callable[[], Found | None], place: Place, who: str, deadline: float, missing: str) -> Found:
+    """What `look` finds, as soon as it finds something. Raises UserError, with the sentence `missing`, if that is not before the deadline.
+
+    who  is waited for; one rank of a machine says so
+    """
+    reminder = time.monotonic() + REMINDER_S if place.local_rank == 0 else inf
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise UserError(missing)
+        if time.monotonic() > reminder:
+            reminder = inf
+            print(f"rank {place.rank} of {place.num_processes} is waiting for {who}", flush=True)
+        time.sleep(PAUSE_S)
+    return found
+
+
+def rank_0_of(place: Place) -> str:
+    if place.method == "fs":
+        return f"rank 0 to write {rendezvous_path(place)}"
+    return "rank 0" if place.method == "agent" else f"rank 0 at {place.address}:{place.port}"
+
+
 def not_found_sentence(place: Place, timeout_s: float) -> str:
+    within = f"within {timeout_s:g} s (--timeout)"
     if place.method == "fs":
         where = f"no {rendezvous_path(place)} of a living rank 0 appeared"
-        return f"{where} within {timeout_s:g} s (--timeout); start rank 0 with the same -pn and -pp, on a machine that shares this folder"
-    return (
-        f"rank 0 did not answer at {place.address}:{place.port} within {timeout_s:g} s (--timeout); "
-        f"start it there, open the port between the machines, or {OTHER_PORT}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A store that answered, and what it says about its run."""
-
-    store: TCPStore
-    address: str
-    port: int
-    run: str = ""
-    num_processes: int = 0
-
-
-def answers(card: dict | None) -> Found | None:
-    """The store that a card leads to, if it still belongs to the run that wrote the card."""
-    if card is None:
-        return None
-    addresses = ["127.0.0.1"] if card["machine"] == this_machine() else card["addresses"]
-    for address in addresses:
-        found = knock(address, card["port"])
-        if found and found.run == card["run"]:
-            return found
-    return None
-
-
-def knock(address: str, port: int, agent: bool = False) -> Found | None:
-    """A connection to the store at address:port; None if nothing listens there, or something else does.
-
-    The store is asked in a thread of its own, because torch waits for ever for the greeting of a listener that is not a store.
-    """
-    try:
-        socket.create_connection((address, port), timeout=KNOCK_S).close()
-    except OSError:
-        return None
-    answer = []
-
-    def ask():
-        with suppress(DistError, RuntimeError, ValueError, KeyError, TypeError):
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
-            hello = {} if agent else json.loads(store.get("hello"))
-            answer.append(Found(store, address, port, **hello))
-
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(ANSWER_S)
-    return answer[0] if answer else None
+        return f"{where} {within}; start rank 0 with the same -pn and -pp, on a machine that shares this folder"
+    if place.method == "agent":
+        return f"rank 0 of {place.num_processes} could not be reached {within}; see what it prints, and open the ports between the machines"
+    where = f"{place.address}:{place.port}"
+    return f"rank 0 did not answer at {where} {within}; start it there, open the port between the machines, or {OTHER_PORT}"
 
 
 # ----------------------------------------------------------------------------
@@ -265,18 +199,22 @@ def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
     place, store = meeting.place, meeting.store
     store.set_timeout(timedelta(seconds=timeout_s))
     claim(meeting)
-    if not everybody(meeting, "joined", deadline):
-        raise UserError(missing_sentence(place, store, timeout_s))
+    arrive(meeting, "joined")
+    if not all_came(meeting, "joined", min(deadline, time.monotonic() + REMINDER_S)):
+        if place.rank == 0:
+            print(f"waiting for {missing_ranks(place, store)} of {place.num_processes}", flush=True)
+        if not all_came(meeting, "joined", deadline):
+            raise UserError(
+                f"{missing_ranks(place, store)} of {place.num_processes} did not come within {timeout_s:g} s (--timeout); {ADVICE}"
+            )
     members = store.multi_get([member_key(rank) for rank in range(place.num_processes)])
     meeting.members = tuple(Member(*who, tuple(processors)) for *who, processors in map(json.loads, members))
-    if place.rank == 0 and place.method == "fs":
-        remove_card(place, meeting.prefix)
 
 
 def claim(meeting: Meeting) -> None:
     """Enter this rank into the store, and which process holds it. Raises Gone or Taken."""
     place, store = meeting.place, meeting.store
-    if place.method != "agent" and store.get(VERDICT_KEY):
+    if store.get(VERDICT_KEY):
         raise Gone
     if store.add(f"claim/{place.rank}", 1) > 1:
         raise Taken(taken_sentence(place, store))
@@ -285,12 +223,21 @@ def claim(meeting: Meeting) -> None:
     store.set(beat_key(place.rank), "{}")
 
 
-def everybody(meeting: Meeting, what: str, deadline: float = inf) -> bool:
-    """Wait until every rank has made this call. Returns whether that was before the deadline."""
-    store = meeting.store
-    if store.add(what, 1) == meeting.place.num_processes:
-        store.set(f"all {what}", "")
-    while not came(store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them
+def everybody(meeting: Meeting, what: str) -> None:
+    """Wait until every rank has made this call."""
+    arrive(meeting, what)
+    all_came(meeting, what)
+
+
+def arrive(meeting: Meeting, what: str) -> None:
+    """Say that this rank has come to a point where all must come."""
+    if meeting.store.add(what, 1) == meeting.place.num_processes:
+        meeting.store.set(f"all {what}", "")
+
+
+def all_came(meeting: Meeting, what: str, deadline: float = inf) -> bool:
+    """Wait until every rank has arrived there. Returns whether that was before the deadline."""
+    while not came(meeting.store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them
         if time.monotonic() > deadline:
             return False
     return True
@@ -317,7 +264,8 @@ def taken_sentence(place: Place, store) -> str:
     )
 
 
-def missing_sentence(place: Place, store, timeout_s: float) -> str:
+def missing_ranks(place: Place, store) -> str:
+    """Those that have not come, the first of them by number."""
     missing = [str(rank) for rank in range(place.num_processes) if not store.check([member_key(rank)])]
-    named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-    return f"rank{'s' * (len(missing) > 1)} {named} of {place.num_processes} did not come within {timeout_s:g} s (--timeout); {ADVICE}"
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{more}"

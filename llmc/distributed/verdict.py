@@ -52,11 +52,10 @@ class Verdict:
 
 
 class Judge:
-    """Rank 0 judges all ranks; the others only notice when rank 0 or the store is gone."""
+    """Rank 0 judges all ranks; the others only notice when rank 0, whose store it is, is gone."""
 
-    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float, *, has_agent: bool):
-        """has_agent: torchrun holds the store, not rank 0."""
-        self.rank, self.members, self.timeout_s, self.has_agent = rank, members, timeout_s, has_agent
+    def __init__(self, rank: int, members: tuple[Member, ...], timeout_s: float):
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self.waits_silently = False  # True where a collective that lasts too long raises nothing, as NCCL's do: the judge notices it
         self.seconds, self.last_look = 0.0, None
         self.since: dict[object, tuple] = {}  # what is observed -> (its value, since when it has had it)
@@ -80,8 +79,6 @@ class Judge:
         """What ends the run, if anything does."""
         silent_s = self.unchanged_s("store", heard.exchanges)
         if heard.lost or silent_s > LOST_AFTER_S:
-            if self.has_agent:
-                return Verdict(f"torchrun, which held the ranks together, is gone or cannot be reached; {START_AGAIN}")
             return self.gone(0, heard.beats.get(0, Beat()), silent_s)
         if self.rank == 0:
             return self.verdict_on_all({rank: beat for rank, beat in heard.beats.items() if beat.left != DONE})

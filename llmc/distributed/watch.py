@@ -17,7 +17,7 @@ from threading import Event, Lock, Thread
 from torch.distributed import DistError
 
 from llmc.distributed.rendezvous import VERDICT_KEY, Meeting, beat_key
-from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge, Verdict
+from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, START_AGAIN, Beat, Heard, Judge, Verdict
 from llmc.errors import RankLost
 
 PERIOD_S = 1.0  # between beats
@@ -32,7 +32,8 @@ class Watch:
 
     def __init__(self, meeting: Meeting, timeout_s: float):
         self.rank, self.members, self.process = meeting.place.rank, meeting.members, os.getpid()
-        self.judge = Judge(self.rank, self.members, timeout_s, has_agent=meeting.place.method == "agent")
+        self.judge = Judge(self.rank, self.members, timeout_s)
+        self.torchrun = os.getppid() if meeting.place.method == "agent" else None
         self.store = meeting.connect(LOST_AFTER_S)
         self.mine, self.moves, self.heard = Beat(), 0, Heard()
         self.verdict: Verdict | None = None
@@ -123,11 +124,17 @@ class Watch:
         while not self.closing:
             self.judge.look(time.monotonic())
             heard = self.heard
-            verdict = Verdict(**json.loads(heard.verdict)) if heard.verdict else self.judge.verdict(heard)
+            verdict = Verdict(**json.loads(heard.verdict)) if heard.verdict else self._orphaned() or self.judge.verdict(heard)
             if verdict and not self.closing:
                 self._carry_out(verdict)
                 return
             time.sleep(TICK_S)
+
+    def _orphaned(self) -> Verdict | None:
+        """What ends the run where torchrun was killed and has left its ranks behind: nobody would end or start them again."""
+        if self.torchrun is None or os.getppid() == self.torchrun:
+            return None
+        return Verdict(f"torchrun (process {self.torchrun} on {self.members[self.rank].host}) is gone; {START_AGAIN}")
 
     def _carry_out(self, verdict: Verdict):
         """Let the others know, then end this process: by its main thread if that is waiting in explain(), else here and at once."""
