@@ -72,21 +72,21 @@ class Backend:
 
         return wait
 
-    def capability(self) -> tuple[int, int]:
-        """Compute capability of the card; (0, 0) for a CPU."""
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of the card; None for a CPU."""
         if self.kind != "cuda":
-            return 0, 0
+            return None
         import torch
 
         return torch.cuda.get_device_capability(self.device)
 
     def facts(self) -> Device:
         """What precision, kernels and plan are decided by."""
-        return Device(self.kind, self.name, self.capability() if self.kind == "cuda" else None, self.processors())
+        return Device(self.kind, self.name, self.capability(), self.processors())
 
     def has_tf32(self) -> bool:
         """Whether fp32 matmuls can run as TF32: from SM80."""
-        return self.capability() >= AMPERE
+        return self.kind == "cuda" and self.capability() >= AMPERE
 
     def memory_bytes(self) -> tuple[int, int]:
         """(used, total) bytes: of the card; on a CPU (this process's resident memory, the machine's memory)."""

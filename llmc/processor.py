@@ -24,7 +24,7 @@ def cpu_name() -> str:
 
 
 def _cpu_line(name) -> list[str]:
-    """The words of the first line of that name about the processor, which --plan knows without importing torch."""
+    """The words of the first line of that name about the processor."""
     return _line_of(CPU_INFO, name)
 
 
@@ -62,7 +62,7 @@ def linux_grants_amx() -> bool:
 
 
 def cpu_gains_from_bf16() -> bool:
-    """Whether torch's matmuls of bf16 are faster than those of fp32: by that instruction, by tiles or on Arm."""
+    """Whether torch's matmuls of bf16 are faster than those of fp32: by AVX-512's for pairs, by tiles or on Arm."""
     return cpu_pairs_bf16() or cpu_has_amx() or "bf16" in _cpu_line("features")
 
 

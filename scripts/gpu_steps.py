@@ -45,8 +45,8 @@ NO_CUDA = "there is no CUDA device"
 def facts(run, record):
     def output(*command):
         try:
-            return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=20).stdout.strip() or "not known"
-        except (OSError, subprocess.TimeoutExpired):
+            return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
             return "not known"
 
     row = {"card": run.backend.name, "date": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
@@ -58,7 +58,7 @@ def facts(run, record):
         for what in ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu", "persistence_mode"):
             row[what] = output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
     commit = output("git", "rev-parse", "HEAD")
-    changed = commit != "not known" and output("git", "status", "--porcelain") != "not known"
+    changed = output("git", "status", "--porcelain") not in ("", "not known")
     row |= {"commit": commit + (", with local changes" if changed else ""), "python": sys.version.split()[0], "torch": torch.__version__}
     row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "triton": triton_version(), "numpy": np.__version__}
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -48,7 +48,7 @@ def library_forward(atty, lse, qkvr, NH, kind):
 
 
 def library_gradients(datty, qkvr, atty, lse, NH, kind):
-    """dq, dk and dv, each (B, NH, T, HS), in memory that torch allocates; the arguments are library_forward's, all read."""
+    """dq, dk and dv, each (B, NH, T, HS), in memory that torch allocates. datty (B, T, C); the others are library_forward's, read here."""
     B, T, C = atty.shape
     q, k, v = _heads(qkvr, NH)
     out, dout = (t.view(B, T, NH, C // NH).transpose(1, 2) for t in (atty, datty))

@@ -9,7 +9,7 @@ import torch
 
 from llmc.errors import UserError
 from llmc.memory.plan import Plan
-from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, parameter_shapes
+from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, layer_shapes, parameter_shapes
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
                "int16": torch.int16, "fp8": torch.uint8}  # fmt: skip
@@ -100,14 +100,14 @@ def cut_activations(arena: torch.Tensor, plan: Plan) -> dict[str, torch.Tensor]:
 
 def cut_layer(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:
     """Name -> view of one layer's tensors, in table order, in a flat tensor that holds them."""
-    return _cut(flat, {p.name: shape[1:] for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()) if p.per_layer})
+    shapes = layer_shapes(config, parts)
+    return _cut(flat, {p.name: shapes[p.name] for p in PARAMETERS if p.per_layer})
 
 
 def cut_outer(flat: torch.Tensor, config, parts: int = 1, also=()) -> dict[str, torch.Tensor]:
     """Name -> view of the tensors that belong to no layer, and after them of one layer's tensors of the names `also`."""
-    shapes = parameter_shapes(config, parts)
-    outer = {p.name: shapes[p.name] for p in PARAMETERS if not p.per_layer}
-    return _cut(flat, outer | {name: shapes[name][1:] for name in also})
+    shapes = layer_shapes(config, parts)
+    return _cut(flat, {name: shapes[name] for name in (*(p.name for p in PARAMETERS if not p.per_layer), *also)})
 
 
 def cut_parameters(flat: torch.Tensor, config, parts: int = 1) -> dict[str, torch.Tensor]:

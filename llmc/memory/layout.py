@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from llmc.config import ModelConfig
-from llmc.memory.tables import PARAMETERS, Parameter, parameter_shapes, sizes_of
+from llmc.memory.tables import PARAMETERS, Parameter, layer_shapes, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,13 @@ class FlatTensor:
 def flat_layout(config: ModelConfig, ranks: int = 1, rank: int = 0, parts: int = 1, part: int = 0) -> tuple[FlatTensor, ...]:
     """The tensors in the share that one of `ranks` has of one of `parts`; with one of each, in an arena that holds everything."""
     tensors, start, file_start = [], 0, 0
-    in_file = parameter_shapes(config)
-    for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values()):
-        layers = shape[0] if p.per_layer else 1
-        whole = prod(shape) // layers
+    in_part, in_file = layer_shapes(config, parts), layer_shapes(config)
+    for p in PARAMETERS:
+        layers, whole = config.num_layers if p.per_layer else 1, prod(in_part[p.name])
         assert whole % ranks == 0, f"{ranks} ranks do not divide a layer of {p.name}"
         t = FlatTensor(
             p, layers, start=start, elements=whole // ranks, first=whole // ranks * rank, whole_start=start * ranks, whole_elements=whole,
-            shape=shape[p.per_layer :], part=part, parts=parts, file_start=file_start, file_shape=in_file[p.name][p.per_layer :],
+            shape=in_part[p.name], part=part, parts=parts, file_start=file_start, file_shape=in_file[p.name],
         )  # fmt: skip
         tensors.append(t)
         start, file_start = start + layers * t.elements, file_start + layers * t.file_elements

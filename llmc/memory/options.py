@@ -6,7 +6,7 @@ from math import gcd, lcm, prod
 from llmc.config import ModelConfig
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import divides
-from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes, sizes_of
+from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, layer_shapes, num_parameters, sizes_of
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 
 MOST_HEAD_CHANNELS = 128  # the most that Triton's attention takes
@@ -164,8 +164,8 @@ class PlanOptions:
     @property
     def layer_elements(self) -> int:
         """Elements of one layer's tensors, in this rank's part of the model."""
-        shapes = parameter_shapes(self.config, self.tensor_parallel)
-        return sum(prod(shapes[p.name][1:]) for p in PARAMETERS if p.per_layer)
+        shapes = layer_shapes(self.config, self.tensor_parallel)
+        return sum(prod(shapes[p.name]) for p in PARAMETERS if p.per_layer)
 
     @property
     def outer_elements(self) -> int:

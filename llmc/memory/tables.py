@@ -97,6 +97,11 @@ def parameter_shapes(config: ModelConfig, parts: int = 1) -> dict[str, tuple[int
     return {p.name: resolve(p.shape, sizes) for p in PARAMETERS}
 
 
+def layer_shapes(config: ModelConfig, parts: int = 1) -> dict[str, tuple[int, ...]]:
+    """The same of one layer; a tensor that belongs to no layer has its whole shape."""
+    return {p.name: shape[1:] if p.per_layer else shape for p, shape in zip(PARAMETERS, parameter_shapes(config, parts).values())}
+
+
 @cache
 def num_parameters(config: ModelConfig, parts: int = 1) -> int:
     """All elements of all 16 tensors, the padded rows of wte included; or of one rank's part of them."""

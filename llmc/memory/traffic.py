@@ -1,8 +1,8 @@
 """What ranks send one another in a step, on paper: bytes by purpose and collective, and how long links are busy with them.
 
-The walk is the model's own, over the same schedule, groups of tensors and slots, so the bytes are those that Group.sent counts in a
-run: as for a ring, which is the least possible. In a reduce-scatter or an all-gather of n bytes over N ranks each sends n (N-1)/N;
-an all-reduce is the one followed by the other.
+The walk repeats the model's calls of need() and gathered(), over the same schedule, groups of tensors and slots: whoever changes them in
+llmc.gpt2 changes them here. The bytes are those that Group.sent counts in a run, which tests compare: as for a ring, which is the least
+possible. In a reduce-scatter or an all-gather of n bytes over N ranks each sends n (N-1)/N; an all-reduce is the one followed by the other.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from llmc.memory.layout import gradient_groups, weight_groups
 from llmc.memory.options import PlanOptions
 from llmc.memory.slots import weight_slot
 from llmc.memory.tables import (
-    ALL_ROWS_OF, BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, SUMMED_OVER_PARTS, SUMS_ROWS, parameter_shapes,
+    ALL_ROWS_OF, BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, SUMMED_OVER_PARTS, SUMS_ROWS, layer_shapes,
 )  # fmt: skip
 from llmc.memory.tuning import RANK_NUMBERS
 
@@ -100,8 +100,7 @@ def ring(n_bytes: int, ranks: int, passes: int = 1) -> int:
 
 def _layer_bytes(o: PlanOptions, dtype: str) -> dict[str, int]:
     """Tensor -> bytes of one layer of this rank's part of it."""
-    shapes = parameter_shapes(o.config, o.tensor_parallel)
-    return {p.name: prod(shapes[p.name][p.per_layer :]) * DTYPE_BYTES[dtype] for p in PARAMETERS}
+    return {name: prod(shape) * DTYPE_BYTES[dtype] for name, shape in layer_shapes(o.config, o.tensor_parallel).items()}
 
 
 def _gradients(o, grad_accum_steps):
