@@ -3,7 +3,7 @@
 
     python train_gpt2.py --help
 
-The program, top to bottom: opening what the flags ask for, building it, the loop, the diagnostics between steps, how a run is stopped.
+The program, top to bottom: opening what the flags ask for, building it, the loop, what is due between steps, how a run is stopped.
 What it uses:
 
 what is asked llmc/: flags, source (the model), request (the plan, and what auto decides), refusals, agreement (of all ranks), config,
@@ -47,16 +47,15 @@ from llmc.distributed import (
 from llmc.distributed.place import find_place
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with,
-    fill_closed_streams, is_out_of_memory, tell_lost_output,
+    fill_closed_streams, is_out_of_memory, leave, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
-from llmc.flags import Settings, format_help, parse, refuse_contradictions
+from llmc.flags import Settings, format_help, parse, check_contradictions
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
 from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
-from llmc.memory.choose import in_mib
 from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory, usage_lines
@@ -72,7 +71,7 @@ from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
 from llmc.request import data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
 from llmc.schedulers import learning_rate
 from llmc.source import Source, choose_precision, look_only, open_source
-from llmc.units import MIB
+from llmc.units import MIB, ceil_mib
 
 if TYPE_CHECKING:
     from llmc.checkpoint.keeper import Checkpoints
@@ -101,8 +100,12 @@ def main(argv=None) -> int:
             print(f"llmc {__version__}")
         elif settings.plan:
             print(plan_text(settings))
-        elif lost_output := train(settings):
-            return tell_lost_output(lost_output)
+        else:
+            stop = train(settings)
+            if stop.lost_output:
+                return tell_lost_output(stop.lost_output)
+            if stop.interrupted:
+                return INTERRUPT_CODE
         print(end="", flush=True)  # here, where a failure is ours to name
         return 0
     except UserError as error:
@@ -158,7 +161,7 @@ class Run:
     loss_outliers: OutlierDetector = field(default_factory=OutlierDetector)
     norm_outliers: OutlierDetector = field(default_factory=OutlierDetector)
     last_batch: tuple | None = None  # inputs and targets that were trained on last
-    stop: StopRequest = None
+    stop: StopRequest = None  # from when it is there a signal waits for the end of a step
     log: Logger = None
     speed_log: Logger = None
 
@@ -174,8 +177,8 @@ class Run:
 
 
 def open_run(s: Settings, until_end: ExitStack) -> Run:
-    """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing large is allocated."""
-    refuse_contradictions(s)
+    """Open the device, meet the other ranks, and settle the run; prints llm.c's table on the way. Nothing is allocated that stays."""
+    check_contradictions(s)
     if sys.platform != "linux":
         raise UserError(
             f"training needs Linux, and this is {sys.platform}; use a Linux machine, or WSL 2 on Windows; --plan works anywhere"
@@ -200,7 +203,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
 
 
 def settle_run(s: Settings, source: Source, backend: Backend, world: World, said: list[str]) -> Run:
-    """Decide what is left to decide, and plan. said: notes so far."""
+    """Decide what is left to decide, plan, and print llm.c's table, with the peak that MFU is relative to. said: notes so far."""
     world.progress("planning")
     config, device = source.config, backend.facts()
     precision = choose_precision(s, source, device)
@@ -245,7 +248,7 @@ def build(run: Run):
     found = None if run.resume_step is None else open_checkpoint(run)
     resumes, has_tokenizer = found is not None, run.tokenizer is not None
     print(*run.notes, *notes(s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=has_tokenizer, resumes=resumes), sep="\n")
-    refuse_too_large(run)
+    check_fits(run)
     print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
     if s.log_gpu_every > 0:
         device_line(run.backend)  # learn now, not after -lg steps, that there is nothing to ask
@@ -258,6 +261,7 @@ def build(run: Run):
     if found:
         world.progress("resuming")
         resume(run, *found)
+    run.stop = StopRequest(alone=world.num_processes == 1)
     open_logs(run)
     world.wait_for_all("the start of training")
 
@@ -268,6 +272,7 @@ def open_data(run: Run):
     world.progress("opening the data")
     from llmc.data.evals import EvalLoader
     from llmc.data.loader import TokenLoader
+    from llmc.data.shards import matches
     from llmc.data.tokenizer import find_tokenizer
 
     o, vocab_size = plan.options, plan.options.config.vocab_size
@@ -277,7 +282,8 @@ def open_data(run: Run):
     run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, seed=s.seed, **batch)
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
     run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
-    run.tokenizer = find_tokenizer(s.tokenizer, (".", Path(run.train_loader.paths[0]).parent) if s.sample_every > 0 else (), vocab_size)
+    beside = [Path(path).parent for path in (*sorted(matches(s.train_data))[:1], run.train_loader.paths[0])]
+    run.tokenizer = find_tokenizer(s.tokenizer, (".", *beside) if s.sample_every > 0 else (), vocab_size)
     run.prompt = encode_prompt(s, run.tokenizer, run.train_loader.paths[0]) if s.prompt else []
     run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
     if run.max_steps == 0 and s.max_steps == -1:
@@ -337,7 +343,7 @@ def encode_prompt(s: Settings, tokenizer, shard: str) -> list[int]:
     return tokens
 
 
-def refuse_too_large(run: Run):
+def check_fits(run: Run):
     """Raise NotEnoughMemory, or UserError where it is the host's, for a plan that will not fit, before kernels are compiled for it."""
     plan, budget = run.plan, run.budget
     if plan.total_bytes > budget.bytes:
@@ -352,13 +358,12 @@ def print_disk_note(run: Run):
         room = shutil.disk_usage(s.output_dir).free // o.checkpoint_file_bytes
     except OSError:  # nobody knows
         return
-    step = first_without_room(
-        room, run.resume_step or 0, run.max_steps, steps_done(s.output_dir),
-        every=s.checkpoint_every, keep=s.checkpoints_keep, major_every=s.major_checkpoint_every,
-    )  # fmt: skip
+    first = partial(first_without_room, room, run.resume_step or 0, run.max_steps, steps_done(s.output_dir), every=s.checkpoint_every)
+    step = first(keep=s.checkpoints_keep, major_every=s.major_checkpoint_every)
     if step is not None:
-        size, advice = in_mib(o.checkpoint_file_bytes), "" if s.checkpoints_keep == 1 else "; -nk 1 keeps the newest alone"
-        print(f"note: a checkpoint takes {size} MiB, and {s.output_dir} has no room for that of step {step}{advice}")
+        advice = "make room" if first(keep=1, major_every=0) is not None else "-nk 1 keeps the newest alone"
+        size = ceil_mib(o.checkpoint_file_bytes)
+        print(f"note: a checkpoint takes {size} MiB, and {s.output_dir} has no room for that of step {step}; {advice}")
 
 
 def compile_kernels(run: Run):
@@ -468,10 +473,10 @@ def adopt(run: Run, extra: dict):
 
 
 def open_logs(run: Run):
-    """From here on a signal waits for the end of a step, and what is trained is logged."""
-    run.stop = stop = StopRequest(alone=run.world.num_processes == 1)
-    run.log, run.speed_log = (Logger(run.log_folder, run.resume_step, name, stop.cannot_go_on) for name in (LOG_NAME, SPEED_NAME))
-    run.record.go_ahead(stop.cannot_go_on)
+    """From here on what is trained is logged; a log that cannot be written stops the run."""
+    fails = run.stop.cannot_go_on
+    run.log, run.speed_log = (Logger(run.log_folder, run.resume_step, name, fails) for name in (LOG_NAME, SPEED_NAME))
+    run.record.go_ahead(fails)
 
 
 # ----------------------------------------------------------------------------
@@ -502,45 +507,41 @@ class LaunchedStep:
     skipped: bool  # whether the update was left out
 
 
-def train(s: Settings) -> OSError | None:
-    """Train as the flags say, from opening the device to the last checkpoint.
-
-    Returns the error of print if the run ended because nothing could be printed any more, else None.
-    """
+def train(s: Settings) -> StopRequest:
+    """Train as the flags say, from opening the device to the last checkpoint. Returns what may have ended it before."""
     with ExitStack() as until_end:
         run = open_run(s, until_end)
         with told(run.world), memory_explained(run):
             build(run)
             with checkpoint_kept(run):
-                lost_output = loop(run)
+                loop(run)
         close_world(run.world)
-    return lost_output
+    return run.stop
 
 
-def loop(run: Run) -> OSError | None:
-    """Train for -x steps: every diagnostic that is due, then the step. Returns what train returns.
+def loop(run: Run):
+    """Train for -x steps: every evaluation that is due, and a checkpoint, then the step.
 
     A GPU is given the next step before the loss and the norm of the last one are read, so it never waits for the host.
     """
     stop, launched = run.stop, None
     clock = StepClock(run.backend, tokens=run.total_batch_size, setting_up=steps_of_setting_up(run))
-    diagnostics = ((validation_due, validate), (hellaswag_due, score_hellaswag), (sample_due, sample), (checkpoint_due, checkpoint))
+    evaluations = ((validation_due, validate), (hellaswag_due, score_hellaswag), (sample_due, sample))
     step = start = 0 if run.resume_step is None else run.resume_step
     if start > run.max_steps:  # resume has printed that nothing is left to do; what the folder holds stays as it is
-        return None
+        return
     look_ahead(run, start - 1)
     agree_to_stop(run)
     for step in range(start, run.max_steps + 1):  # one extra turn, so the final weights are evaluated too
         last = step == run.max_steps
-        for is_due, diagnose in diagnostics:
-            stopping = stop.agreed  # the last is what checkpoint_due was told: a run stops only after a checkpoint that knew of it
-            if is_due(run, step, last, stopping):
-                finish_step(run, clock, launched)
+        for is_due, evaluate in evaluations:
+            if is_due(run, step, last) and not stop.agreed:
+                between_steps(run, clock, launched, evaluate, step)
                 launched = None
-                run.world.progress(f"step {step}, {diagnose.__name__}")
-                diagnose(run, step)
-                agree_to_stop(run)
-                clock.pause()
+        stopping = stop.agreed  # a run stops only after a checkpoint that knew of it
+        if run.checkpoints.due(step, last, stopping):
+            between_steps(run, clock, launched, checkpoint, step)
+            launched = None
         if stopping and step == 0 and not run.model.sharing.anybody(stop.lost_output is not None):
             end_on_failure(run)
             end_alike(run, KeyboardInterrupt("interrupted"), INTERRUPT_CODE)  # nothing is trained that a checkpoint could keep
@@ -548,7 +549,16 @@ def loop(run: Run) -> OSError | None:
             break
         launched = step_ahead(run, clock, step, launched)
     finish_step(run, clock, launched)
-    return end_run(run, clock, step)
+    end_run(run, clock, step)
+
+
+def between_steps(run: Run, clock: StepClock, launched: LaunchedStep | None, act: Callable[[Run, int], None], step: int):
+    """Finish the step that was launched, if one was, then evaluate, or write a checkpoint, with the weights that it left."""
+    finish_step(run, clock, launched)
+    run.world.progress(f"step {step}, {act.__name__}")
+    act(run, step)
+    agree_to_stop(run)
+    clock.pause()
 
 
 def step_ahead(run: Run, clock: StepClock, step: int, before: LaunchedStep | None) -> LaunchedStep | None:
@@ -675,8 +685,8 @@ def steps_of_setting_up(run: Run) -> int:
     return 2 if run.graphs and run.backend.asynchronous else 1
 
 
-def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
-    """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done. Returns what train returns."""
+def end_run(run: Run, clock: StepClock, step: int):
+    """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done."""
     run.checkpoints.complete()
     if run.checkpoints.unproven is not None:
         prove_last(run, step)
@@ -691,7 +701,6 @@ def end_run(run: Run, clock: StepClock, step: int) -> OSError | None:
         if step < run.max_steps:
             kept = run.checkpoints.kept() if run.settings.output_dir else "nothing is kept without -o, a folder for checkpoints"
             print("; ".join(filter(None, (f"stopped at step {step} of {run.max_steps}", kept))), flush=True)
-    return run.stop.lost_output
 
 
 def prove_last(run: Run, step: int):
@@ -711,7 +720,7 @@ def prove_last(run: Run, step: int):
 
 
 # ----------------------------------------------------------------------------
-# diagnostics: what is due between steps
+# what is due between steps: evaluations, which are left out once the run was asked to stop, and checkpoints
 
 
 def on_period(period: int, step: int, last: bool) -> bool:
@@ -719,9 +728,9 @@ def on_period(period: int, step: int, last: bool) -> bool:
     return last or period > 0 and step > 0 and step % period == 0
 
 
-def validation_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
-    """On -v's period, the start included, and at the end; not once asked to stop."""
-    return bool(run.val_loader) and not stopping and (last or step % run.settings.val_loss_every == 0)
+def validation_due(run: Run, step: int, last: bool) -> bool:
+    """On -v's period, the start included, and at the end."""
+    return bool(run.val_loader) and (last or step % run.settings.val_loss_every == 0)
 
 
 def validate(run: Run, step: int):
@@ -752,9 +761,9 @@ def mean_over_ranks(run: Run, means) -> float:
     return sharing.total(sum(mean.item() for mean in means)) / (len(means) * sharing.size)
 
 
-def hellaswag_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
+def hellaswag_due(run: Run, step: int, last: bool) -> bool:
     """On -v's period, but not at the start, and at the end."""
-    return bool(run.eval_loader) and not stopping and on_period(run.settings.val_loss_every, step, last)
+    return bool(run.eval_loader) and on_period(run.settings.val_loss_every, step, last)
 
 
 class Stopped(Exception):
@@ -787,9 +796,9 @@ def score_hellaswag(run: Run, step: int):
     run.record.phase("HellaSwag", step)
 
 
-def sample_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
+def sample_due(run: Run, step: int, last: bool) -> bool:
     """On -s's period and at the end."""
-    return run.settings.sample_every > 0 and not stopping and on_period(run.settings.sample_every, step, last)
+    return run.settings.sample_every > 0 and on_period(run.settings.sample_every, step, last)
 
 
 def sample(run: Run, step: int):
@@ -820,11 +829,6 @@ def evaluation_ends(run: Run, what: str, call: int) -> bool:
     if call % CALLS_PER_STOP_CHECK[run.backend.kind] == 0:
         agree_to_stop(run)
     return run.stop.agreed
-
-
-def checkpoint_due(run: Run, step: int, last: bool, stopping: bool) -> bool:
-    """As Checkpoints.due says."""
-    return run.checkpoints.due(step, last, stopping)
 
 
 def checkpoint(run: Run, step: int):
@@ -901,4 +905,4 @@ def checkpoint_kept(run: Run):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -108,5 +108,7 @@ def parse_budget(text: str) -> Budget:
     is_size = number and float(number[1]) > 0 and not fullmatch("[0-9]{4}", word)  # which is how cards are called
     unit = is_size and (number[2].upper() or ("G" if float(number[1]) < 1000 else "M"))
     near = [f"{number[1]}{unit}iB"] if is_size else get_close_matches(name, [*CARDS, *ALIASES], 3, 0.5)
-    known = f"did you mean {' or '.join(near)}?" if near else f"known cards: {', '.join(CARDS)}"
-    raise UserError(f"--memory-budget {text}: expected a size such as 24GiB or 500MiB, or a card such as h100-80; {known}")
+    meant = [f"did you mean {' or '.join(near)}?"] if near else []
+    known = [] if is_size else [f"known cards: {', '.join(CARDS)}"]
+    said = " ".join(meant + known)
+    raise UserError(f"--memory-budget {text}: expected a size such as 24GiB or 500MiB, or a card such as h100-80; {said}")

@@ -61,7 +61,7 @@ class ModelConfig:
 
 
 def config_from_descriptor(descriptor: str) -> ModelConfig:
-    """The sizes `dN`, `gpt2:dN` or `gpt3:cN` stand for. Raises UserError listing what exists."""
+    """The sizes `dN`, `gpt2:dN` or `gpt3:cN` stand for. Raises UserError for any other, and for one that llm.c refuses."""
     gpt3 = (C for C, (_, head_size) in GPT3_CHANNELS.items() if C % head_size == 0)
     known = f"d{{{','.join(map(str, GPT2_DEPTHS))}}}, gpt2:d... or gpt3:c{{{','.join(map(str, gpt3))}}}"
     family, _, size = descriptor.rpartition(":")
@@ -79,5 +79,8 @@ def config_from_descriptor(descriptor: str) -> ModelConfig:
             )
         NH = C // head_size
     else:
-        raise UserError(f"-e {descriptor}: neither a .bin file nor a known model descriptor; expected {known}, or the path of a model .bin")
+        raise UserError(
+            f"-e {descriptor}: neither a .bin file nor a known model descriptor; expected {known}, or the path of a model .bin, "
+            "which scripts/convert_hf.py to-bin makes of a Hugging Face model"
+        )
     return ModelConfig(max_seq_len, GPT2_VOCAB_SIZE, L, NH, C, GPT2_PADDED_VOCAB_SIZE)

@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from typing import NoReturn
 
 OUTPUT_CODE, INPUT_CODE, MEMORY_CODE, LOST_CODE, INTERRUPT_CODE = 1, 2, 3, 4, 130  # exit codes; llmc.flags.EXIT_CODES says what they mean
 
@@ -149,6 +150,15 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
         code = end_with(on_interrupt, INTERRUPT_CODE)
     except OSError as error:
         code = code_of_os_error(error)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this program with an exit code. With INTERRUPT_CODE it ends, last of all, by SIGINT itself: if a program that heard Ctrl-C ends
+    in any other way, a shell goes on with its loop."""
+    if code == INTERRUPT_CODE:
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
     sys.exit(code)
 
 

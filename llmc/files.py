@@ -33,7 +33,7 @@ SYNC_BYTES = 1 << 30  # written between syncs: the page cache would take more, a
 
 
 def write_atomically(path, pieces, *, doing: str = "writing") -> None:
-    """Write `pieces` to `path` so that the file appears whole or not at all, as `replaced` does, whose errors these are.
+    """Write `pieces` to `path` so that the file appears whole or not at all, as `replaced` does, and raises what that raises.
 
     pieces  iterable of C-contiguous buffers (bytes, numpy arrays), written back to back; may be a generator
     """
@@ -136,7 +136,8 @@ def read_header(path, magic: int) -> np.ndarray:
     if found in KINDS and found != magic:
         raise UserError(f"{path} is {KINDS[found]}; expected {expected}, so pass the path of one")
     if found != magic:
-        raise UserError(f"{path} begins with the number {found}; expected {magic}, {expected}, so pass the path of one")
+        hint = ", such as scripts/prepare_text.py makes of text (nanoGPT's have no header)" if magic == SHARD_MAGIC else ""
+        raise UserError(f"{path} begins with the number {found}; expected {magic}, {expected}, so pass the path of one{hint}")
     return header
 
 

@@ -6,6 +6,7 @@ adds is long only. A repeated option: the last one wins. The environment is neve
 
 from dataclasses import dataclass, make_dataclass
 from math import inf
+from os.path import expanduser
 from re import compile, fullmatch
 
 from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE, OUTPUT_CODE, UserError
@@ -54,6 +55,10 @@ class Flag:
             return self.value
         number = f"a {'whole ' if self.kind is int else ''}number of {self.at_least} or more"
         return ", ".join([*map(str, self.also), f"or {number}"]) if self.also else number
+
+    @property
+    def is_path(self) -> bool:
+        return self.value in ("FILE", "FILE|NAME", "DIR", "GLOB")
 
     def takes(self, value) -> bool:
         """Whether a value is of its type, or a word such as auto, and in its range."""
@@ -225,12 +230,13 @@ FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 EXIT_CODES = {
-    0: "done, or stopped by a signal, with a checkpoint if there is -o",
+    0: "done, or stopped by SIGTERM or SIGHUP, with a checkpoint if there is -o",
     OUTPUT_CODE: "printing failed (-o: a checkpoint if it trained), or a fault (traceback)",
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
-    INTERRUPT_CODE: "stopped before the first step, or by a second signal (SIGTERM: 143)",
+    INTERRUPT_CODE: "Ctrl-C, with a checkpoint if it trained with -o; any stop before step 1",
+    143: "a second SIGTERM, or one while it still starts (a SIGHUP then: 129)",
 }
 
 EXAMPLES = (
@@ -275,7 +281,7 @@ def parse(argv: list[str]) -> Settings:
     return Settings(**{flag.field: value for flag, value in values.items()})
 
 
-def refuse_contradictions(settings: Settings) -> None:
+def check_contradictions(settings: Settings) -> None:
     """Raise UserError for options that do not go together: nothing is switched off silently."""
     s = settings
     if s.recompute != "auto" and s.recompute not in NOT_KEPT:
@@ -392,6 +398,8 @@ def _value(flag: Flag, text: str):
     """The value of `flag` that `text` stands for."""
     if text in flag.also:
         return text
+    if flag.is_path:
+        return expanduser(text)  # a shell leaves the ~ of --output-dir=~/log, and of a quoted pattern, as it is
     try:
         value = flag.kind(text)
     except ValueError:

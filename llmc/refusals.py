@@ -4,7 +4,6 @@ from llmc.cards import HOPPER, Device
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import Settings
-from llmc.memory.choose import in_mib
 from llmc.memory.ladder import can_keep_gathered
 from llmc.memory.layout import divides
 from llmc.memory.options import MOST_HEAD_CHANNELS, PlanOptions
@@ -12,7 +11,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.tables import sizes_of
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 from llmc.processor import CPU_MATMULS
-from llmc.units import MIB
+from llmc.units import MIB, ceil_mib
 
 
 def check_forms(s: Settings, precision: str, kind: str):
@@ -155,6 +154,6 @@ def check_host_memory(plan: Plan, host_bytes: int):
     asked = [flag for flag, given in takers.items() if given]
     smaller = "use a smaller -b, or " if o.offload_residual else ""
     raise UserError(
-        f"{' with '.join(asked)} needs {in_mib(plan.host_bytes)} MiB of host memory for each process, and there are "
+        f"{' with '.join(asked)} needs {ceil_mib(plan.host_bytes)} MiB of host memory for each process, and there are "
         f"{host_bytes // MIB} MiB; {smaller}leave {'it' if len(asked) == 1 else 'one of them'} out and see --plan"
     )

@@ -4,6 +4,7 @@ Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto
 """
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from llmc.cards import RESERVE, Budget, Device, parse_budget
 from llmc.config import ModelConfig
 from llmc.distributed import World, smallest
 from llmc.errors import UserError
-from llmc.flags import BY_NAME, Settings, refuse_contradictions
+from llmc.flags import BY_NAME, Settings, check_contradictions
 from llmc.host import available_host_bytes
 from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
 from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
@@ -59,8 +60,9 @@ def micro_steps(s: Settings, world: World) -> int:
 
 
 def training_data(s: Settings) -> tuple[str, str]:
-    """The shards to train on, and the flag that named them."""
-    return (s.val_data, "-j") if s.overfit_single_batch else (s.train_data, "-i")
+    """The shards to train on, and the flag that named them. An evaluation alone needs no others than it validates on."""
+    validates_alone = s.max_steps == 0 and s.val_loss_every > 0
+    return (s.val_data, "-j") if s.overfit_single_batch or validates_alone else (s.train_data, "-i")
 
 
 def shortest_shard(s: Settings) -> int:
@@ -172,13 +174,13 @@ def zero_note(s: Settings, o: PlanOptions) -> list[str]:
     return [f"{why} ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"]
 
 
-def settle(
-    s: Settings, source: Source, options: PlanOptions, budget: Budget | None, world: World, shortest_shard=None
+def settle_auto(
+    s: Settings, source: Source, options: PlanOptions, budget: Budget | None, world: World, inputs_at_most: Callable[[], int] | None = None
 ) -> tuple[Settings, list[str]]:
     """The settings with -b auto or -r auto decided, and a line with the reason.
 
-    shortest_shard() gives the inputs in the shortest of the shards; None where they are not to be looked at. Raises NotEnoughMemory
-    where nothing fits, and UserError where that cannot be known.
+    inputs_at_most() are those in the shortest of the shards; None where these are not to be looked at. Raises NotEnoughMemory where nothing
+    fits, and UserError where that cannot be known.
     """
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
@@ -192,7 +194,7 @@ def settle(
         level, reason = choose_recompute(options, budget.auto_bytes, micro_steps(s, world))
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
     sequences = None if s.total_batch_size == -1 else micro_steps(replace(s, batch_size=1), world)
-    most = None if shortest_shard is None else shortest_shard() // (s.sequence_length * data_ranks(s, world))
+    most = None if inputs_at_most is None else inputs_at_most() // (s.sequence_length * data_ranks(s, world))
     B, reason = choose_batch(options, budget.auto_bytes, sequences, most)
     return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
 
@@ -209,10 +211,10 @@ class Settled:
 
 
 def settle_all(
-    s: Settings, source: Source, precision: str, world: World, device: Device, budget: Budget | None, shortest_shard=None
+    s: Settings, source: Source, precision: str, world: World, device: Device, budget: Budget | None, inputs_at_most=None
 ) -> Settled:
     """Decide what is left to decide once the kernels are, and refuse what cannot be honoured: for a run, or a plan, in the same order.
-    budget and shortest_shard are as settle takes them."""
+    budget and inputs_at_most are as settle_auto takes them."""
 
     def options_of(settings):
         return plan_options(settings, source.config, precision, device.kind, world, device.processors)
@@ -221,7 +223,7 @@ def settle_all(
     check_attention(options)
     check_fp8(options, device)
     graphs = settle_graphs(s, options)
-    s, chosen = settle(s, source, options, budget, world, shortest_shard)
+    s, chosen = settle_auto(s, source, options, budget, world, inputs_at_most)
     options = options_of(s)
     check_sizes(options)
     return Settled(s, options, graphs, micro_steps(s, world), [*zero_note(s, options), *chosen])
@@ -252,7 +254,7 @@ def host_budget(world: World) -> int:
 
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
-    refuse_contradictions(s)
+    check_contradictions(s)
     s, source = open_source(look_only(s))
     ranks = s.ranks or s.num_processes
     world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))

@@ -99,6 +99,8 @@ def named_config(name: str) -> ModelConfig:
             raise
     models = sorted(Path(name).glob("model_*.bin"))
     meant = f"name a model in it, such as {models[-1]}" if models else "name a model .bin"
+    if (Path(name) / "config.json").exists():
+        meant = f"a Hugging Face model becomes a model .bin by: python scripts/convert_hf.py to-bin {name} model.bin"
     raise UserError(f"-e {name} is a folder; {meant}")
 
 

@@ -34,13 +34,12 @@ from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
 from llmc.kernels import other_matmuls
 from llmc.logger import Logger, format_step_line
-from llmc.memory.choose import in_mib
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.mfu import flops_per_token
 from llmc.request import ALONE, settle_all, settle_kernels_of
 from llmc.source import Source, check_lengths
-from llmc.units import MIB
+from llmc.units import MIB, ceil_mib
 from scripts.arguments import number_from
 from scripts.bench_pytorch import PyTorchTrainer
 
@@ -102,7 +101,7 @@ class OurTrainer:
         if plan.total_bytes > free:
             raise UserError(
                 f"a step of {args.model} -b {args.batch_size} -t {args.sequence_length} -r {args.recompute} in {precision} needs "
-                f"{in_mib(plan.total_bytes)} MiB, and there are {free // MIB} MiB; use a smaller -e, -b or -t, or a higher -r"
+                f"{ceil_mib(plan.total_bytes)} MiB, and there are {free // MIB} MiB; use a smaller -e, -b or -t, or a higher -r"
             )
         self.model, self.backend = GPT2(plan, backend.device, graphs=graphs), backend
         self.model.init_random()

@@ -46,12 +46,11 @@ from llmc.checkpoint.model_file import read_model_header
 from llmc.errors import NotEnoughMemory, UserError, is_out_of_memory, run_script
 from llmc.files import write_atomically
 from llmc.flags import BY_NAME, FLAGS, parse
-from llmc.memory.choose import in_mib
 from llmc.memory.ladder import passes
 from llmc.memory.tables import FORWARD_STAGES
 from llmc.mfu import promised_tflops
 from llmc.refusals import check_host_memory
-from llmc.units import MIB
+from llmc.units import MIB, ceil_mib
 from scripts.plotting import check_picture, save_picture
 from scripts.profile_hooks import Limits, Recorder, hooked
 from scripts.profile_report import REST, Profile, Row, as_json, draw, kind_of, report_lines
@@ -171,7 +170,7 @@ def open_run(words):
     o, needed = run.plan.options, run.plan.total_bytes
     if needed > run.budget.bytes:
         raise UserError(
-            f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {in_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB, "
+            f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {ceil_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB, "
             f"{run.budget.name}; use a smaller -b or a higher -r (train_gpt2.py --plan says what fits)"
         )
     check_host_memory(run.plan, run.host_bytes)

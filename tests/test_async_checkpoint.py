@@ -451,7 +451,7 @@ def test_residuals_and_a_checkpoint_share_the_host():
     footer = f"host memory: {plan.host_bytes / MIB:.1f} MiB pinned, beside the total; of it {mib} for checkpoints while they are written"
     assert footer in plan_table(o).splitlines()
     with pytest.raises(UserError) as refused:
-        train_gpt2.refuse_too_large(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
+        train_gpt2.check_fits(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
     assert str(refused.value).startswith("--offload-residual with --async-checkpoint 1 needs") and "use a smaller -b" in str(refused.value)
 
 
@@ -463,7 +463,7 @@ def test_an_optimizer_and_a_checkpoint_share_the_host():
     assert f"{plan.host_bytes / MIB:.1f} MiB pinned, beside the total; of it {plan.checkpoint_bytes / MIB:.1f} MiB for" in footer
     assert footer.endswith("while they are written; an update reads 1.5 GB of it over the bus and writes as much, not counted below")
     with pytest.raises(UserError) as refused:
-        train_gpt2.refuse_too_large(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
+        train_gpt2.check_fits(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
     assert str(refused.value).startswith("--offload-optimizer with --async-checkpoint 1 needs") and "-b" not in str(refused.value)
 
 

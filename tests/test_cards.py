@@ -132,8 +132,8 @@ def test_a_size_beyond_every_machine_is_read_or_refused_but_never_a_crash(digits
 )
 def test_near_names_are_offered(text, near):
     sentence = refused(text)
-    assert "did you mean " in sentence and near in re.findall(r"[a-z0-9-]+", sentence.partition("did you mean ")[2])
-    assert len(re.findall(" or ", sentence.partition("did you mean ")[2])) <= 2
+    meant, _, known = sentence.partition("did you mean ")[2].partition("? known cards: ")
+    assert near in re.findall(r"[a-z0-9-]+", meant) and meant.count(" or ") <= 2 and known == ", ".join(CARDS)
 
 
 def test_where_nothing_is_near_all_cards_are_listed():

@@ -854,7 +854,7 @@ def parse(words):
     raise UserError("the reason")
 
 train_gpt2.parse = parse
-sys.exit(train_gpt2.main([]))
+train_gpt2.leave(train_gpt2.main([]))
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 import train_gpt2
 from llmc.errors import UserError
 from llmc.flags import (
-    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, OF_TRAIN_GPT2_PY, Settings, flag_table_markdown, format_help, parse, refuse_contradictions,
+    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, OF_TRAIN_GPT2_PY, Settings, flag_table_markdown, format_help, parse, check_contradictions,
 )  # fmt: skip
 from llmc.memory.ladder import NOT_KEPT
 
@@ -121,13 +121,21 @@ def test_a_command_line_written_for_llmc_runs_unchanged():
         "-i 'dev/data/fineweb10B/fineweb_train_*.bin' -j 'dev/data/fineweb10B/fineweb_val_*.bin' -o log_gpt2_124M -v 250 -s 20000 -g 144 "
         "-h 1 -b 64 -t 1024 -d 524288 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -y 1 -e d12"
     ))  # fmt: skip
-    refuse_contradictions(settings)  # ZeRO-1 over one process has nothing to shard
+    check_contradictions(settings)  # ZeRO-1 over one process has nothing to shard
     assert settings == Settings(
         train_data="dev/data/fineweb10B/fineweb_train_*.bin", val_data="dev/data/fineweb10B/fineweb_val_*.bin", output_dir="log_gpt2_124M",
         val_loss_every=250, sample_every=20000, sample_length=144, hellaswag=1, batch_size=64, sequence_length=1024,
         total_batch_size=524288, recompute=0, zero_stage=1, weight_decay=0.1, learning_rate=0.0006, final_lr_fraction=0.0,
         warmup_steps=700, checkpoint_every=5000, resume=1, model="d12",
     )  # fmt: skip
+
+
+def test_a_tilde_is_the_home_folder_where_a_shell_leaves_it(monkeypatch):
+    """In --output-dir=~/log, and in a pattern's quotes; a prompt may begin with one."""
+    monkeypatch.setenv("HOME", "/home/me")
+    s = parse(["--output-dir=~/log", "-i", "~/data/*.bin", "-e", "~/m.bin", "--prompt", "~ 3", "--tokenizer", "a~b"])
+    assert (s.output_dir, s.train_data, s.model) == ("/home/me/log", "/home/me/data/*.bin", "/home/me/m.bin")
+    assert (s.prompt, s.tokenizer) == ("~ 3", "a~b")
 
 
 def test_the_last_of_repeated_options_wins():
@@ -191,30 +199,30 @@ def test_numbers_beyond_float_are_read_or_refused_not_crashed_on():
 @pytest.mark.parametrize("line", UNBUILT)
 def test_what_is_not_built_stops_with_a_sentence(line):
     with pytest.raises(UserError, match=line.split()[0]):
-        refuse_contradictions(parse(line.split()))
+        check_contradictions(parse(line.split()))
 
 
 def test_the_sentence_on_a_level_lists_them_all():
     assert tuple(NOT_KEPT) == (0, 1, 2, 3, 4, 5, 6)
     with pytest.raises(UserError, match="^-r 9: no such recompute level; use one of 0, 1, 2, 3, 4, 5, 6, or auto$"):
-        refuse_contradictions(parse(["-r", "9"]))
+        check_contradictions(parse(["-r", "9"]))
 
 
 @pytest.mark.parametrize("line", AT_ODDS)
 def test_flags_at_odds_with_each_other_stop_with_a_sentence_that_names_both(line):
     with pytest.raises(UserError) as caught:
-        refuse_contradictions(parse(line.split()))
+        check_contradictions(parse(line.split()))
     assert str(caught.value).startswith(AT_ODDS[line]) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3, 4, 5, 6, "auto"])
 def test_what_is_built_is_not_refused(level):
-    refuse_contradictions(parse(f"-r {level} -z 1 -pn 1 -pr 0 -ge 0".split()))
+    check_contradictions(parse(f"-r {level} -z 1 -pn 1 -pr 0 -ge 0".split()))
 
 
 @pytest.mark.parametrize("line", NOT_AT_ODDS)
 def test_flags_that_go_together_are_not_refused(line):
-    refuse_contradictions(parse(line.split()))
+    check_contradictions(parse(line.split()))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -228,7 +236,7 @@ def test_help_names_every_flag_and_keeps_to_the_width(width):
 
 @pytest.mark.parametrize("what,arguments", EXAMPLES)
 def test_examples_of_the_help_are_accepted(what, arguments):
-    refuse_contradictions(parse(shlex.split(arguments)))
+    check_contradictions(parse(shlex.split(arguments)))
 
 
 def test_readme_lists_the_exit_codes():
@@ -302,7 +310,7 @@ def test_run_scripts_pass_flags_that_are_accepted_and_resume(name, tmp_path):
     assert run_script(name, tmp_path, "exit 2") == (2, 1)
     program, *argv = (tmp_path / "argv").read_text().splitlines()
     settings = parse(argv)
-    refuse_contradictions(settings)
+    check_contradictions(settings)
     assert program == "train_gpt2.py" and settings.resume == 1 and settings.checkpoint_every > 0
     assert settings.total_batch_size % (settings.batch_size * settings.sequence_length) == 0
 
@@ -347,7 +355,7 @@ def test_scripts_for_several_processes_launch_them_and_start_lost_ones_again(nam
     assert run_script(name, tmp_path, body) == expected
     before, program, flags = (tmp_path / "launched").read_text().partition(f" {tmp_path}/python train_gpt2.py ")
     settings = parse(shlex.split(flags))
-    refuse_contradictions(settings)
+    check_contradictions(settings)
     assert before == options and program and settings.resume == 1 and settings.zero_stage == 1
     assert settings.total_batch_size % (settings.batch_size * settings.sequence_length * 16) == 0, "two machines of eight"
 

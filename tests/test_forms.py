@@ -373,7 +373,7 @@ def test_host_memory_that_is_not_there_is_refused_before_anything_is_allocated()
     options = PlanOptions(config_from_descriptor("d48"), 1000, 1024, recompute=5, offload_residual=True, device="cuda")
     run = SimpleNamespace(plan=Plan(options), budget=Budget(1 << 60, "a lot"), host_bytes=1 << 34)
     with pytest.raises(UserError, match="--offload-residual needs .* MiB of host memory.*smaller -b"):
-        train_gpt2.refuse_too_large(run)
+        train_gpt2.check_fits(run)
 
 
 # ----------------------------------------------------------------------------

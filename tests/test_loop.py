@@ -85,10 +85,10 @@ def run(*argv, after_step=lambda step: None, faked=None, out_to=None) -> SimpleN
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def ran(*argv, **options) -> str:
-    """What a run that must succeed printed."""
+def ran(*argv, code=0, **options) -> str:
+    """What a run that must succeed, or end with another exit code, printed; no error."""
     result = run(*argv, **options)
-    assert result.code == 0 and not result.err, result.err
+    assert result.code == code and not result.err, result.err
     return result.out
 
 
@@ -581,7 +581,7 @@ def test_a_signal_in_a_sample_ends_it_before_its_next_token(case, tmp_path, monk
     done = run(*inputs(case), "-b 1 -t 8 -g 64 -n 1", flags, "-o", tmp_path)
     assert len(calls) == called and re.search(r"generating:\n---\n(\nSIGINT: .*\n)?\d+( \d+)*\n(.*\n)*---\n", done.out), done.out
     assert "SIGINT: finishing this step" in done.out
-    assert (done.code, (tmp_path / "DONE_00000001").exists()) == ((0, True) if "-x 1" in flags else (130, False))
+    assert (done.code, (tmp_path / "DONE_00000001").exists()) == (130, "-x 1" in flags)
 
 
 def test_a_gpu_that_stops_answering_about_itself_ends_no_run(case, monkeypatch):
@@ -730,7 +730,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_noted(case, tmp_path, monkey
     assert f"{line}9; -nk 1 keeps the newest alone\n" in ran(*argv, "-x 9 -y 1 -nk 4")  # 6, 8 and the end, beside those of 2 and 4
     assert "no room" not in ran(*argv, "-x 9 -nk 1")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * n - 1))
-    assert f"{line}2\n" in ran(*argv, "-x 3 -nk 1")
+    assert f"{line}2; make room\n" in ran(*argv, "-x 3 -nk 1")
+    assert f"{line}2; make room\n" in ran(*argv, "-x 3")
 
 
 def test_another_seed_is_another_sample(case):
@@ -752,6 +753,17 @@ def test_a_folder_as_a_model_is_told_the_newest_in_it(case, tmp_path):
     assert refused.code == 2 and refused.err == f"error: -e {tmp_path} is a folder; name a model in it, such as {newest}\n"
     (tmp_path / "none").mkdir()
     assert "none is a folder; name a model .bin" in run(*argv, "-e", tmp_path / "none").err
+    (tmp_path / "none" / "config.json").touch()
+    advice = f"python scripts/convert_hf.py to-bin {tmp_path / 'none'} model.bin"
+    assert f"none is a folder; a Hugging Face model becomes a model .bin by: {advice}\n" in run(*argv, "-e", tmp_path / "none").err
+
+
+def test_an_evaluation_needs_no_training_data(case, tmp_path):
+    """And finds the tokenizer beside the validation data as well."""
+    argv = ["-j", case / "val.bin", "-e", case / "model.bin", "-b 4 -t 32 -x 0 -s 1 -g 4 -i", tmp_path / "none.bin"]
+    with_both = ran(*argv, "-i", case / "train_*.bin")
+    assert ran(*argv).partition("val loss")[2].partition("total")[0] == with_both.partition("val loss")[2].partition("total")[0]
+    assert "none.bin: no such file" in run(*argv, "-v 0").err
 
 
 def test_n_without_o_says_that_nothing_is_written(case):

@@ -168,7 +168,7 @@ def test_asked_to_stop_all_ranks_write_one_checkpoint_and_go_on_from_it_to_the_s
     for rank in whom:
         os.kill(ranks.processes[rank].pid, number)
     ended = ranks.ended()
-    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2
+    assert [(rank.code, rank.err) for rank in ended] == [(130 if number == signal.SIGINT else 0, "")] * 2
     done = len(losses(ended[0].out))
     assert steps_in(stopped) == [done] and done < 30
     ran(2, tmp_path / "c", *argv, "-y 1 -o", stopped)

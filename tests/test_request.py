@@ -20,7 +20,7 @@ from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
 from llmc.refusals import check_attention, check_gelu_fusion, check_sizes
-from llmc.request import host_budget, plan_options, plan_text, run_budget, settle, settle_graphs, settle_kernels, shortest_shard
+from llmc.request import host_budget, plan_options, plan_text, run_budget, settle_auto, settle_graphs, settle_kernels, shortest_shard
 from llmc.source import Source, check_lengths, choose_precision
 from llmc.units import MIB
 
@@ -403,7 +403,7 @@ def test_the_shortest_shard_of_what_a_run_reads_counts(shards, flags, inputs):
 def test_auto_takes_no_more_sequences_than_every_shard_has_for_all_ranks(shards, flags, processes, B):
     s, world = asked(f"{shards} {flags} --kernels numba"), World(num_processes=processes)
     budget = run_budget(s, SimpleNamespace(kind="cpu", name="a CPU", free_bytes=lambda: 1 << 40), World())
-    chosen, _ = settle(s, Source(D12), plan_options(s, D12, "bf16", "cpu", world), budget, world, lambda: shortest_shard(s))
+    chosen, _ = settle_auto(s, Source(D12), plan_options(s, D12, "bf16", "cpu", world), budget, world, lambda: shortest_shard(s))
     assert chosen.batch_size == B
 
 

@@ -14,7 +14,7 @@ from llmc.memory.cost import extra_flops_percent, optimizer_traffic, step_cost
 from llmc.memory.ladder import NOT_KEPT, can_keep_gathered, can_offload
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.units import MIB
+from llmc.units import MIB, ceil_mib
 
 # what a way to fit costs besides FLOPs, in percent of a step's time: rough, and only to put the ways in order
 HALF_BATCH_COST = 1.0  # smaller matmuls, twice as many kernels
@@ -43,12 +43,12 @@ def choose_recompute(options: PlanOptions, budget_bytes: int, grad_accum_steps=1
     for level in levels_of(options):
         plan = Plan(replace(options, recompute=level))
         if plan.total_bytes <= budget_bytes:
-            why = "the cheapest there is" if below is None else f"-r {below.options.recompute} needs {in_mib(below.total_bytes)} MiB"
+            why = "the cheapest there is" if below is None else f"-r {below.options.recompute} needs {ceil_mib(below.total_bytes)} MiB"
             return level, f"-r {level}: its plan of {plan.total_bytes // MIB} MiB fits the {budget_bytes // MIB} MiB there are; {why}"
         below = plan
     raise NotEnoughMemory(
         f"no recompute level fits -b {options.B} -t {options.T} in {budget_bytes // MIB} MiB: "
-        f"-r {level} still needs {in_mib(plan.total_bytes)} MiB",
+        f"-r {level} still needs {ceil_mib(plan.total_bytes)} MiB",
         replace(options, recompute=level), budget_bytes, grad_accum_steps,
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
         B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
     if B == 1 and bytes_of(1) > budget_bytes:
         raise NotEnoughMemory(
-            f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: it needs {in_mib(bytes_of(1))} MiB",
+            f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: it needs {ceil_mib(bytes_of(1))} MiB",
             replace(options, B=1), budget_bytes, total_sequences or 1,
         )  # fmt: skip
     reason = f"-b {B}: {fits} sequences are the most that fit {budget_bytes // MIB} MiB at -r {options.recompute}"
@@ -162,11 +162,6 @@ def largest_divisor(n: int, limit: int) -> int:
     """The largest divisor of n that is at most limit; both are 1 or more."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return max(d for d in (*small, *(n // d for d in small)) if d <= limit)
-
-
-def in_mib(n_bytes: int) -> int:
-    """MiB of what does not fit, rounded up. Available memory is rounded down, so no message looks as if it did fit."""
-    return -(-n_bytes // MIB)
 
 
 @dataclass(frozen=True, slots=True)

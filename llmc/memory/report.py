@@ -5,7 +5,7 @@ from math import prod
 
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
-from llmc.memory.choose import in_mib, largest_batch, levels_of, ways_to_fit
+from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
 from llmc.memory.cost import bound, extra_flops_percent, least_ms, optimizer_traffic, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import flat_layout
@@ -15,7 +15,7 @@ from llmc.memory.tables import DTYPE_BYTES
 from llmc.memory.traffic import Network
 from llmc.memory.traffic_report import traffic_columns, traffic_lines
 from llmc.text_table import in_columns
-from llmc.units import MIB
+from llmc.units import MIB, ceil_mib
 
 PURPOSE_NAMES = {"gradients": "parameter gradients", "activations": "activations", "m": "AdamW optimizer state m",
                  "v": "AdamW optimizer state v", "master": "master copy of params",
@@ -283,4 +283,4 @@ def ways_text(options: PlanOptions, budget_bytes: int, grad_accum_steps: int) ->
 
 def does_not_fit(plan: Plan, budget: Budget) -> str:
     """The sentence for a plan that is larger than the budget."""
-    return f"the plan needs {in_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}"
+    return f"the plan needs {ceil_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}"
