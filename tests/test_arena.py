@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmc.errors import is_out_of_memory
+from llmc.errors import UserError, is_out_of_memory
 from llmc.memory import arena as arenas
 from llmc.memory.arena import HUGE_PAGE, allocate, allocate_host, allocate_mapped
 
@@ -90,6 +90,7 @@ class OnGpu:
 
 def test_memory_that_a_gpu_sees_is_locked_as_long_as_any_tensor_of_it_is_there(locked, monkeypatch):
     monkeypatch.setattr(torch, "as_tensor", OnGpu())
+    monkeypatch.setattr(arenas, "has_one_address", lambda: True)
     tensor = allocate_mapped(3 * PAGESIZE + 5, torch.device("cuda:0"))
     view = tensor[4:8].view(torch.float32)
     assert len(tensor) == 3 * PAGESIZE + 5 and not tensor.any() and len(locked) == 1
@@ -103,8 +104,29 @@ def test_memory_that_a_gpu_sees_is_locked_as_long_as_any_tensor_of_it_is_there(l
 
 def test_memory_that_torch_copies_to_the_gpu_is_not_taken_for_the_host_s(locked, monkeypatch):
     monkeypatch.setattr(torch, "as_tensor", OnGpu(copies=True))
+    monkeypatch.setattr(arenas, "has_one_address", lambda: True)
     with pytest.raises(AssertionError, match="copy"):
         allocate_mapped(PAGESIZE, torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("cards, enough", [([(0, 1), (0, 1)], True), ([(0, 1), (0, 0)], False), ([(101, 0)], False)])
+def test_a_gpu_that_has_other_addresses_for_the_host_s_memory_is_refused(locked, monkeypatch, cards, enough):
+    """What the driver returns and says of each card. Torch's kernels and Triton's would write to two places."""
+
+    def get_attribute(said, attribute, index):
+        assert attribute == 91
+        failed, said._obj.value = cards[index]
+        return failed
+
+    monkeypatch.setattr(torch, "as_tensor", OnGpu())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": SimpleNamespace(cuDeviceGetAttribute=get_attribute)}[name])
+    if enough:
+        assert len(allocate_mapped(PAGESIZE, torch.device("cuda:0"))) == PAGESIZE
+        return
+    with pytest.raises(UserError, match="^--offload-optimizer: .* leave it out$"):
+        allocate_mapped(PAGESIZE, torch.device("cuda:0"))
+    assert not locked
 
 
 def resident_bytes():

@@ -1,5 +1,6 @@
 """Arenas put the plan into effect: one allocation per purpose, from which views are cut by name."""
 
+import ctypes
 from contextlib import suppress
 from math import prod
 from mmap import MADV_HUGEPAGE, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
@@ -14,6 +15,7 @@ from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, layer_shapes, parameter_
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "int32": torch.int32,
                "int16": torch.int16, "fp8": torch.uint8}  # fmt: skip
 
+CAN_USE_HOST_POINTER = 91  # of cuDeviceGetAttribute
 HUGE_PAGE = 2 << 20  # bytes: on x86, and on Arm where ordinary pages are 4 KiB
 
 
@@ -67,10 +69,25 @@ def allocate_mapped(n_bytes: int, device: torch.device) -> torch.Tensor:
     the order of their streams, as they do its own memory; so whoever works with the tensor need not know where it lies."""
     if device.type == "cpu":
         return allocate(n_bytes, device)
+    if not has_one_address():
+        raise UserError("--offload-optimizer: here a GPU knows host memory by other addresses than the host does; leave it out")
     mapped = _Mapped(n_bytes)
     tensor = torch.as_tensor(mapped, device=device)
     assert tensor.data_ptr() == mapped.host.data_ptr(), "torch made a copy in the GPU's memory"
     return tensor
+
+
+def has_one_address() -> bool:
+    """Whether every GPU that this process sees has host memory that it reaches at the host's own addresses: on Linux all of today's have.
+
+    Source: CUDA driver API, cuDeviceGetAttribute, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+    """
+    driver, said = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    for index in range(torch.cuda.device_count()):
+        failed = driver.cuDeviceGetAttribute(ctypes.byref(said), CAN_USE_HOST_POINTER, index)
+        if failed or not said.value:
+            return False
+    return True
 
 
 class _Mapped:
