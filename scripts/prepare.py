@@ -159,11 +159,11 @@ def download(url: str, path: Path) -> Path:
 
 
 def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
-    """The files meant by paths of files and folders; a folder stands for all files in it with these suffixes, sorted."""
+    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, sorted."""
     suffixes, files = tuple(suffixes), []
     for path in given:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
+            found = [p for p in files_below(path) if p.suffix in suffixes and p.is_file()]
             if not found:
                 raise UserError(f"--input {path}: no {' or '.join(suffixes)} file in this folder; check the path")
             files += found
@@ -174,6 +174,16 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
         else:
             files.append(path)
     return files
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All below a folder that is no folder itself, sorted. Raises UserError where one cannot be read."""
+    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=_refuse_to_leave_out) for name in names)
+
+
+def _refuse_to_leave_out(error: OSError):
+    with read_or_refused(error.filename):
+        raise error
 
 
 def one_input(given: Path, suffix: str, name: str) -> Path:
@@ -194,7 +204,7 @@ def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[str]:
 
 
 @contextmanager
-def read_or_refused(path: Path):
+def read_or_refused(path: Path | str):
     """Reading a file in here raises UserError where that cannot be done, or where it is no UTF-8."""
     try:
         yield

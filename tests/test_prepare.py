@@ -1,5 +1,6 @@
 """Prepared data is llm.c's, the same with any number of workers and after any kill; and what is wrong with an input is said."""
 
+import errno
 import glob
 import hashlib
 import json
@@ -653,3 +654,19 @@ def test_a_hidden_file_named_like_a_suffix_is_none_of_the_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".md").write_text("b")
     assert prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES) == [tmp_path / "a.txt"]
+
+
+def test_a_folder_below_that_cannot_be_read_is_named_and_not_left_out(tmp_path, monkeypatch):
+    """By the system's answer and not by permissions, as root reads everything."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "a.txt").write_text("a")
+    scandir = os.scandir
+
+    def denied(path):
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(UserError, match="^cannot read .*/a/b: Permission denied; check the path and its permissions$"):
+        prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
