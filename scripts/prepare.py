@@ -177,8 +177,17 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All below a folder that is no folder itself, sorted. Raises UserError where one cannot be read."""
-    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=_refuse_to_leave_out) for name in names)
+    """All below a folder that is no folder itself, sorted, without what is_passed_over. Raises UserError where a folder cannot be read."""
+    files = []
+    for place, folders, names in os.walk(folder, onerror=_refuse_to_leave_out):
+        folders[:] = [name for name in folders if not is_passed_over(name)]  # os.walk goes where these say
+        files += [Path(place, name) for name in names if not is_passed_over(name)]
+    return sorted(files)
+
+
+def is_passed_over(name: str) -> bool:
+    """Whether what is called this in a folder was hidden (.git, .venv) or made by Python; a path that is given by itself is taken."""
+    return name.startswith(".") or name == "__pycache__"
 
 
 def _refuse_to_leave_out(error: OSError):

@@ -6,6 +6,8 @@
 A line of .jsonl or a row of .parquet is a document; any other text is cut, at blank lines where there are any, into documents of 8,192 to
 16,384 characters and a last one that may be shorter. One document in 20 (--val-every) goes to validation; of fewer than 11, one. A killed
 run goes on when the same command is given again.
+
+Of a folder, files and folders below it whose names begin with "." (.git, .venv) and __pycache__ are passed over; naming one takes it.
 """
 
 import argparse

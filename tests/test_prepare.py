@@ -670,3 +670,14 @@ def test_a_folder_below_that_cannot_be_read_is_named_and_not_left_out(tmp_path, 
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(UserError, match="^cannot read .*/a/b: Permission denied; check the path and its permissions$"):
         prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
+
+
+def test_what_is_hidden_or_python_s_own_below_a_folder_is_passed_over_unless_it_is_named(tmp_path):
+    folder = tmp_path / ".cache"  # that one above is hidden makes no difference
+    names = ["a.txt", "b/.c.txt", "b/d.txt", ".venv/e.py", "b/.git/f/g.md", "__pycache__/h.txt", "i.j/k.txt"]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    given = [folder, folder / ".venv", folder / "__pycache__", folder / "b" / ".c.txt"]
+    taken = [str(path.relative_to(folder)) for path in prepare.input_files(given, prepare.TEXT_SUFFIXES)]
+    assert taken == ["a.txt", "b/d.txt", "i.j/k.txt", ".venv/e.py", "__pycache__/h.txt", "b/.c.txt"]
