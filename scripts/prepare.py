@@ -159,17 +159,17 @@ def download(url: str, path: Path) -> Path:
 
 
 def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
-    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, sorted."""
+    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, in any case, sorted."""
     suffixes, files = tuple(suffixes), []
     for path in given:
         if path.is_dir():
-            found = [p for p in files_below(path) if p.suffix in suffixes and p.is_file()]
+            found = [p for p in files_below(path) if p.suffix.lower() in suffixes and p.is_file()]
             if not found:
                 raise UserError(f"--input {path}: no {' or '.join(suffixes)} file in this folder; check the path")
             files += found
         elif not path.exists():
             raise UserError(f"--input {path}: no such file or folder; check the path")
-        elif path.suffix not in suffixes:
+        elif path.suffix.lower() not in suffixes:
             raise UserError(f"--input {path}: expected a {' or '.join(suffixes)} file; convert it, or give another")
         else:
             files.append(path)
@@ -209,7 +209,7 @@ def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[str]:
     readers = dict.fromkeys(TEXT_SUFFIXES, _txt_documents) | {".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
     for path in files:
         with read_or_refused(path):
-            yield from readers[path.suffix](path, field)
+            yield from readers[path.suffix.lower()](path, field)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"])
-    if any(path.suffix == ".parquet" for path in files):
+    if any(path.suffix.lower() == ".parquet" for path in files):
         prepare.need_pyarrow()  # rather now than after an hour of the other files
     source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every or prepare.VAL_EVERY, prepare.PIECE_CHARS])
     prepare.write_splits(lambda: prepare.read_documents(files, args.jsonl_field), source, args, args.name, prepare.numbered)

@@ -681,3 +681,16 @@ def test_what_is_hidden_or_python_s_own_below_a_folder_is_passed_over_unless_it_
     given = [folder, folder / ".venv", folder / "__pycache__", folder / "b" / ".c.txt"]
     taken = [str(path.relative_to(folder)) for path in prepare.input_files(given, prepare.TEXT_SUFFIXES)]
     assert taken == ["a.txt", "b/d.txt", "i.j/k.txt", ".venv/e.py", "__pycache__/h.txt", "b/.c.txt"]
+
+
+def test_suffixes_count_in_any_case(tmp_path, monkeypatch):
+    """Also where a file is named, and where it is told that a library is needed."""
+    for name, content in (("a.TXT", "a"), ("b.Md", "b"), ("c.JSONL", '{"text": "c"}')):
+        (tmp_path / name).write_text(content)
+    for given in ([tmp_path], sorted(tmp_path.iterdir())):
+        files = prepare.input_files(given, [*prepare.TEXT_SUFFIXES, ".jsonl"])
+        assert list(prepare.read_documents(files)) == ["a", "b", "c"]
+    (tmp_path / "d.Parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        prepare_text.main(["--input", str(tmp_path / "d.Parquet"), "--output", str(tmp_path / "out")])
