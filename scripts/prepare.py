@@ -163,7 +163,7 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
     suffixes, files = tuple(suffixes), []
     for path in given:
         if path.is_dir():
-            found = [p for p in files_below(path) if p.suffix.lower() in suffixes and p.is_file()]
+            found = [p for p in files_below(path) if p.suffix.lower() in suffixes and is_file(p)]
             if not found:
                 raise UserError(f"--input {path}: no {' or '.join(suffixes)} file in this folder; check the path")
             files += found
@@ -177,12 +177,36 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All below a folder that is no folder itself, sorted, without what is_passed_over. Raises UserError where a folder cannot be read."""
-    files = []
-    for place, folders, names in os.walk(folder, onerror=_refuse_to_leave_out):
-        folders[:] = [name for name in folders if not is_passed_over(name)]  # os.walk goes where these say
-        files += [Path(place, name) for name in names if not is_passed_over(name)]
+    """All below a folder that is no folder itself, sorted, without what is_passed_over. Raises UserError where a folder cannot be read.
+
+    Links to folders are followed, but to none that holds this folder, and no folder is entered twice: so links in a circle end. They come
+    last, so what is there by its own path has that path.
+    """
+    files, entered, starts = [], set(map(_identity, folder.resolve().parents)), deque([folder])
+    while starts:
+        for place, folders, names in os.walk(starts.popleft(), onerror=_refuse_to_leave_out):
+            if _identity(place) in entered:
+                folders.clear()
+                continue
+            entered.add(_identity(place))
+            folders[:] = sorted(name for name in folders if not is_passed_over(name))  # os.walk goes where these say, but into no link
+            starts += (path for path in map(Path(place).joinpath, folders) if path.is_symlink())
+            files += [Path(place, name) for name in names if not is_passed_over(name)]
     return sorted(files)
+
+
+def _identity(path: Path | str) -> tuple[int, int]:
+    """The same for two paths of one file or folder."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def is_file(path: Path) -> bool:
+    """Whether what was found in a folder is a file, and no pipe or device. Raises UserError if it is a link to nothing."""
+    with read_or_refused(path):
+        if not path.is_file() and not path.exists():
+            raise UserError(f"{path} is a link to {os.readlink(path)}, which is not there; mend or remove the link")
+        return path.is_file()
 
 
 def is_passed_over(name: str) -> bool:

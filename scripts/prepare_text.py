@@ -8,6 +8,7 @@ A line of .jsonl or a row of .parquet is a document; any other text is cut, at b
 run goes on when the same command is given again.
 
 Of a folder, files and folders below it whose names begin with "." (.git, .venv) and __pycache__ are passed over; naming one takes it.
+Links to folders are followed, but no folder is taken twice, and none that holds the one given.
 """
 
 import argparse

@@ -694,3 +694,32 @@ def test_suffixes_count_in_any_case(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match="pip install pyarrow"):
         prepare_text.main(["--input", str(tmp_path / "d.Parquet"), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_to_folders_are_followed_and_no_folder_is_taken_twice(tmp_path):
+    """Not by links in a circle, nor to what holds the folder; what is there by its own path has that path."""
+    (tmp_path / "above.txt").touch()
+    folder, outside = tmp_path / "in", tmp_path / "outside"
+    for path in (folder / "b" / "own.txt", folder / "z.txt", outside / "x.txt", outside / "deep" / "y.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    links = "a=b b/c=. b/up=.. above=.. o1=../outside o2=../outside/deep o3=../outside .hidden=../outside"
+    for name, target in (link.split("=") for link in links.split()):
+        (folder / name).symlink_to(target)
+    (outside / "back").symlink_to(folder)
+    (outside / "deep" / "around").symlink_to(outside)
+    taken = prepare.input_files([folder], prepare.TEXT_SUFFIXES)
+    assert [str(path.relative_to(folder)) for path in taken] == ["b/own.txt", "o1/deep/y.txt", "o1/x.txt", "z.txt"]
+
+
+@pytest.mark.parametrize("target", ["gone.txt", "a.txt"])
+def test_a_link_to_nothing_is_named_if_it_would_be_a_text(tmp_path, target):
+    """A link to itself too; a pipe, which would wait for ever, is no file."""
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "a.gz").symlink_to("gone")
+    os.mkfifo(tmp_path / "c.txt")
+    assert prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES) == [tmp_path / "b.txt"]
+    (tmp_path / "a.txt").symlink_to(target)
+    with pytest.raises(UserError, match=f"/a.txt is a link to {target}, which is not there; mend or remove the link$"):
+        prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
