@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import urllib.request
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -45,6 +45,7 @@ BEGINS_ANEW = "interrupted; the same command begins again, without downloading w
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 PIECE_CHARS = 1 << 14  # such a text is cut into documents of at most this: 4 sequences of 1024 tokens
 SILENCE_S = 30.0  # how long a download may stand still
+KINDS_TOLD = 8  # of what is left out, the most frequent
 POOL_BATCHES = 16  # with fewer, processes, which take a second to start, are not worth it
 NAME_THE_FIELD = "name the one that holds the text with --jsonl-field"
 VAL_EVERY = 20  # where a split is made by document, 1 in 20 is for validation: 5%
@@ -158,12 +159,17 @@ def download(url: str, path: Path) -> Path:
     return path
 
 
-def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
-    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, in any case, sorted."""
-    suffixes, files = tuple(suffixes), []
+def input_files(given: Iterable[Path], suffixes: Iterable[str], tell: bool = False) -> list[Path]:
+    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, in any case, sorted.
+
+    tell   print how many others are in folders, and of which kinds
+    """
+    suffixes, files, others = tuple(suffixes), [], Counter()
     for path in given:
         if path.is_dir():
-            found = [p for p in files_below(path) if p.suffix.lower() in suffixes and is_file(p)]
+            below = files_below(path)
+            found = [p for p in below if p.suffix.lower() in suffixes and is_file(p)]
+            others.update(p.suffix.lower() for p in below if p.suffix.lower() not in suffixes)
             if not found:
                 raise UserError(f"--input {path}: no {' or '.join(suffixes)} file in this folder; check the path")
             files += found
@@ -173,6 +179,9 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
             raise UserError(f"--input {path}: expected a {' or '.join(suffixes)} file; convert it, or give another")
         else:
             files.append(path)
+    if tell and others:
+        kinds = [ascii(kind)[1:-1] or "no suffix" for kind, _ in others.most_common(KINDS_TOLD)] + ["..."] * (len(others) > KINDS_TOLD)
+        print(f"left out: {others.total()} file{'s' * (others.total() > 1)} of other kinds ({', '.join(kinds)})")
     return files
 
 

@@ -7,8 +7,9 @@ A line of .jsonl or a row of .parquet is a document; any other text is cut, at b
 16,384 characters and a last one that may be shorter. One document in 20 (--val-every) goes to validation; of fewer than 11, one. A killed
 run goes on when the same command is given again.
 
-Of a folder, files and folders below it whose names begin with "." (.git, .venv) and __pycache__ are passed over; naming one takes it.
-Links to folders are followed, but no folder is taken twice, and none that holds the one given.
+Below a folder, files and folders whose names begin with "." (.git, .venv) and __pycache__ are passed over, unless named themselves.
+Links to folders are followed, but no folder is taken twice, nor one that holds the folder given. How many files of other kinds are left
+out is printed.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         help=f"one document in N is for validation [{prepare.VAL_EVERY}; of fewer than 11, one]",
     )
     args = parser.parse_args(argv)
-    files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"])
+    files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"], tell=True)
     if any(path.suffix.lower() == ".parquet" for path in files):
         prepare.need_pyarrow()  # rather now than after an hour of the other files
     source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every or prepare.VAL_EVERY, prepare.PIECE_CHARS])

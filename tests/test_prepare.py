@@ -723,3 +723,18 @@ def test_a_link_to_nothing_is_named_if_it_would_be_a_text(tmp_path, target):
     (tmp_path / "a.txt").symlink_to(target)
     with pytest.raises(UserError, match=f"/a.txt is a link to {target}, which is not there; mend or remove the link$"):
         prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
+
+
+@pytest.mark.parametrize("names, told", [
+    ("", ""), ("c.html", "left out: 1 file of other kinds (.html)\n"),
+    ("c.gz d/e.HTML d/f.html .hidden.pdf Makefile", "left out: 4 files of other kinds (.html, no suffix, .gz)\n"),
+    ("c.a c.b c.c c.d c.e c.f c.g c.h c.i z.i", "left out: 10 files of other kinds (.i, .a, .b, .c, .d, .e, .f, .g, ...)\n"),
+    ("c.\udcff", "left out: 1 file of other kinds (.\\udcff)\n"),  # a name that is no UTF-8, which cannot be printed
+])  # fmt: skip
+def test_how_many_files_of_other_kinds_are_left_out_of_folders_is_told(tmp_path, capsys, names, told):
+    (tmp_path / "in" / "d").mkdir(parents=True)
+    for name in ("a.txt", "d/b.md", *names.split()):
+        (tmp_path / "in" / name).write_text("words " * 100)
+    prepare_text.main(["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), *BYTES])
+    printed = capsys.readouterr().out
+    assert printed.startswith(told) and ("left out" in printed) == bool(told)
