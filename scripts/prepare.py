@@ -48,6 +48,12 @@ SILENCE_S = 30.0  # how long a download may stand still
 KINDS_TOLD = 8  # of what is left out, the most frequent
 POOL_BATCHES = 16  # with fewer, processes, which take a second to start, are not worth it
 NAME_THE_FIELD = "name the one that holds the text with --jsonl-field"
+MEND_THE_LINE = "mend or remove this line"
+LEAVE_OUT_ROWS = "write the table again without such rows"
+JSON_KINDS = {
+    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object",
+    bytes: "bytes",  # in .parquet alone
+}  # fmt: skip
 VAL_EVERY = 20  # where a split is made by document, 1 in 20 is for validation: 5%
 
 
@@ -285,8 +291,10 @@ def _cut_place(text: str) -> int:
 
 
 def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
+    absent = NAME_THE_FIELD
     for place, record in read_jsonl(path):
-        yield text_field(record, field, place, NAME_THE_FIELD)
+        yield text_field(record, field, place, MEND_THE_LINE, absent)
+        absent = MEND_THE_LINE  # the name is right: a line before has it
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
@@ -299,17 +307,24 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
                 yield f"{path}:{number}", json.loads(line)
             except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets in brackets in brackets
                 reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                raise UserError(f"{path}:{number} is not JSON ({reason}); mend or remove this line") from error
+                raise UserError(f"{path}:{number} is not JSON ({reason}); {MEND_THE_LINE}") from error
 
 
-def text_field(record, field: str, place: str, remedy: str = "mend the file") -> str:
-    """record[field], a string. Raises UserError, with `place` and what to do, for anything else."""
-    if not isinstance(record, dict) or field not in record:
-        found = f"the fields {', '.join(map(str, record))}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise UserError(f'{place} has no field "{field}" but {found}; {remedy}')
+def text_field(record, field: str, place: str, remedy: str = "mend the file", absent: str | None = None) -> str:
+    """record[field], a string. Raises UserError for anything else, with `place` and what to do: remedy, or `absent`, if that is given, for
+    an object without the field."""
+    if not isinstance(record, dict):
+        raise UserError(f'{place} has no field "{field}" but is {json_kind(record)}; {remedy}')
+    if field not in record:
+        raise UserError(f'{place} has no field "{field}" but the fields {", ".join(record)}; {absent or remedy}')
     if not isinstance(record[field], str):
-        raise UserError(f'{place}: field "{field}" holds a {type(record[field]).__name__}, expected text; mend the file')
+        raise UserError(f'{place}: field "{field}" holds {json_kind(record[field])}, expected text; {remedy}')
     return record[field]
+
+
+def json_kind(value) -> str:
+    """What JSON calls a value: null, an array, ..."""
+    return JSON_KINDS.get(type(value)) or f"a {type(value).__name__}"
 
 
 def need_pyarrow():
@@ -331,7 +346,7 @@ def _parquet_documents(path: Path, field: str) -> Iterator[str]:
             row = 0
             for batch in table.iter_batches(batch_size=1024, columns=[field]):
                 for text in batch.column(0).to_pylist():
-                    yield text_field({field: text}, field, f"{path}, row {row}")
+                    yield text_field({field: text}, field, f"{path}, row {row}", LEAVE_OUT_ROWS if text is None else NAME_THE_FIELD)
                     row += 1
     except (ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # the system's, not pyarrow's own

@@ -68,7 +68,7 @@ def stories(files: list[Path]) -> Iterator[str]:
         except (ValueError, RecursionError, OSError) as error:
             raise UserError(f"{path} cannot be read as JSON ({error}); download the data again") from error
         if not isinstance(records, list):
-            raise UserError(f"{path} holds a {type(records).__name__}, expected a list of stories; download the data again")
+            raise UserError(f"{path} holds {prepare.json_kind(records)}, expected an array of stories; download the data again")
         texts = [prepare.text_field(record, "story", f"{path}, story {number}").strip() for number, record in enumerate(records)]
         random.Random(1337 + index).shuffle(texts)
         yield from texts

@@ -301,9 +301,11 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
     "name, raw, message",
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2 is not JSON"),
-        ("a.jsonl", b'{"text": "a"}\n\n{"body": "b", "n": 1}\n', 'a.jsonl:3 has no field "text" but the fields body, n; .*--jsonl-field'),
-        ("a.jsonl", b'{"text": 3}\n', 'a.jsonl:1: field "text" holds a int, expected text'),
-        ("a.jsonl", b"[1]\n", 'a.jsonl:1 has no field "text" but a list'),
+        ("a.jsonl", b'\n\n{"body": "b", "n": 1}\n', 'a.jsonl:3 has no field "text" but the fields body, n; .*--jsonl-field'),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', 'a.jsonl:2 has no field "text" but the fields body; mend or remove this line$'),
+        ("a.jsonl", b'{"text": 3}\n', 'a.jsonl:1: field "text" holds a number, expected text; mend or remove this line$'),
+        ("a.jsonl", b'{"text": null}\n', 'a.jsonl:1: field "text" holds null, expected text; mend or remove this line$'),
+        ("a.jsonl", b"[1]\n", 'a.jsonl:1 has no field "text" but is an array; mend or remove this line$'),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}\n",
@@ -622,7 +624,7 @@ def test_hellaswag_is_rendered_as_llmc_s(tmp_path, shared, monkeypatch):
     [
         ({"label": None}, 'h.jsonl:1: "label" is None, expected a number from 0 to 3; the test split has none'),
         ({"endings": ["a"]}, 'h.jsonl:1: expected "endings", a list of 4 texts'),
-        ({"ctx": 7}, 'h.jsonl:1: field "ctx" holds a int'),
+        ({"ctx": 7}, 'h.jsonl:1: field "ctx" holds a number'),
         ({"ctx": ""}, 'h.jsonl:1: field "ctx" is empty; mend or remove this line'),
     ],
 )
@@ -738,3 +740,22 @@ def test_how_many_files_of_other_kinds_are_left_out_of_folders_is_told(tmp_path,
     prepare_text.main(["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), *BYTES])
     printed = capsys.readouterr().out
     assert printed.startswith(told) and ("left out" in printed) == bool(told)
+
+
+@pytest.mark.parametrize("value, told", [
+    (None, "null"), (True, "a boolean"), (1, "a number"), (0.5, "a number"), (["a"], "an array"), ({"a": 1}, "an object"), (b"a", "bytes"),
+])  # fmt: skip
+def test_what_is_no_text_has_json_s_name(value, told):
+    with pytest.raises(UserError, match=f'^p: field "t" holds {told}, expected text; mend the file$'):
+        prepare.text_field({"t": value}, "t", "p")
+
+
+@pytest.mark.parametrize("rows, told", [
+    (["a", None], 'a.parquet, row 1: field "text" holds null, expected text; write the table again without such rows$'),
+    ([7, 8], 'a.parquet, row 0: field "text" holds a number, expected text; name the one that holds the text with --jsonl-field$'),
+])  # fmt: skip
+def test_rows_without_text_are_told_with_what_can_be_done_about_a_table(tmp_path, rows, told):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=told):
+        list(prepare.read_documents([tmp_path / "a.parquet"]))
