@@ -18,19 +18,20 @@ from llmc.errors import UserError, run_script
 from scripts import prepare
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+LABELS = [str(number) for number in range(NUM_COMPLETIONS)]  # a number here, a text in Hugging Face's copy
 
 
 def render(record, place: str, encoder: Encoder) -> Example:
     """The tokens of one line of the .jsonl; `place` says which, for UserError."""
-    context = prepare.text_field(record, "ctx", place)
+    context = prepare.text_field(record, "ctx", place, prepare.MEND_THE_LINE)
     label, endings = record.get("label"), record.get("endings")
     if not context:
         raise UserError(f'{place}: field "ctx" is empty; mend or remove this line')
     if not isinstance(endings, list) or len(endings) != NUM_COMPLETIONS or not all(isinstance(e, str) for e in endings):
         raise UserError(f'{place}: expected "endings", a list of {NUM_COMPLETIONS} texts; mend or remove this line')
-    if label not in range(NUM_COMPLETIONS):
+    if str(label) not in LABELS:
         raise UserError(
-            f'{place}: "label" is {label}, expected a number from 0 to {NUM_COMPLETIONS - 1}; '
+            f'{place}: "label" is {label!r}, expected a number from 0 to {NUM_COMPLETIONS - 1}; '
             "the test split has none, use the validation split"
         )
 
@@ -38,7 +39,7 @@ def render(record, place: str, encoder: Encoder) -> Example:
         return np.asarray(encoder.encode(text), dtype=np.uint16)
 
     # GPT-2's words carry the space before them, so the ending must bring its own
-    return Example(label, tokens(context), tuple(tokens(" " + ending) for ending in endings))
+    return Example(int(label), tokens(context), tuple(tokens(" " + ending) for ending in endings))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -623,6 +623,10 @@ def test_hellaswag_is_rendered_as_llmc_s(tmp_path, shared, monkeypatch):
     "change, message",
     [
         ({"label": None}, 'h.jsonl:1: "label" is None, expected a number from 0 to 3; the test split has none'),
+        ({"label": ""}, """h.jsonl:1: "label" is '', expected a number from 0 to 3; the test split has none, use the validation split$"""),
+        ({"label": "4"}, """h.jsonl:1: "label" is '4', expected"""),
+        ({"label": True}, 'h.jsonl:1: "label" is True, expected'),
+        ({"label": [1]}, 'h.jsonl:1: "label" is \\[1\\], expected'),
         ({"endings": ["a"]}, 'h.jsonl:1: expected "endings", a list of 4 texts'),
         ({"ctx": 7}, 'h.jsonl:1: field "ctx" holds a number'),
         ({"ctx": ""}, 'h.jsonl:1: field "ctx" is empty; mend or remove this line'),
@@ -633,6 +637,14 @@ def test_a_bad_question_is_named(tmp_path, change, message):
     (tmp_path / "h.jsonl").write_text(json.dumps(line))
     with pytest.raises(UserError, match=message):
         prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
+
+
+def test_a_label_may_be_a_text(tmp_path):
+    """As in Hugging Face's copy."""
+    lines = [{"ctx": "a", "label": label, "endings": ["a", "b", "c", "d"]} for label in ("0", "1", "2", "3", 3)]
+    (tmp_path / "h.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
+    assert [example.label for example in read_eval_file(tmp_path / "out" / "hellaswag_val.bin")] == [0, 1, 2, 3, 3]
 
 
 def test_of_a_folder_of_questions_the_validation_split_is_taken_and_none_is_guessed(tmp_path):
