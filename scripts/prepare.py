@@ -234,12 +234,13 @@ def _refuse_to_leave_out(error: OSError):
         raise error
 
 
-def one_input(given: Path, suffix: str, name: str) -> Path:
-    """The file meant by a path: of a folder the one of that name, or the only one with that suffix."""
-    files = input_files([given], [suffix])
+def one_input(given: Path, name: str, *suffixes: str) -> Path:
+    """The file meant by a path: of a folder the one of that name, or the only one with one of these suffixes."""
+    files = input_files([given], suffixes)
     files = [path for path in files if path.name == name] or files
     if len(files) > 1:
-        raise UserError(f"--input {given}: {len(files)} {suffix} files, expected one, or one named {name}; give the path of the one meant")
+        found = f"{len(files)} {' or '.join(suffixes)} files"
+        raise UserError(f"--input {given}: {found}, expected one, or one named {name}; give the path of the one meant")
     return files[0]
 
 
@@ -337,20 +338,29 @@ def need_pyarrow():
 
 
 def _parquet_documents(path: Path, field: str) -> Iterator[str]:
+    for place, record in read_parquet(path, [field], NAME_THE_FIELD):
+        yield text_field(record, field, place, LEAVE_OUT_ROWS if record[field] is None else NAME_THE_FIELD)
+
+
+def read_parquet(path: Path, columns: list[str], remedy: str) -> Iterator[tuple[str, dict]]:
+    """("file, row N", value of each of these columns) of every row, N from 0. Raises UserError for a file that cannot be read and, with
+    `remedy` as what to do, for one that lacks a column."""
+    parquet = need_pyarrow()
     from pyarrow import ArrowException
 
     try:
-        with need_pyarrow().ParquetFile(path) as table:
-            if field not in table.schema_arrow.names:
-                raise UserError(f'{path} has no column "{field}" but {", ".join(table.schema_arrow.names)}; {NAME_THE_FIELD}')
-            row = 0
-            for batch in table.iter_batches(batch_size=1024, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield text_field({field: text}, field, f"{path}, row {row}", LEAVE_OUT_ROWS if text is None else NAME_THE_FIELD)
+        with parquet.ParquetFile(path) as table:
+            names, row = table.schema_arrow.names, 0
+            if missing := [column for column in columns if column not in names]:
+                raise UserError(f'{path} has no column "{missing[0]}" but {", ".join(names)}; {remedy}')
+            for batch in table.iter_batches(batch_size=1024, columns=columns):
+                for record in batch.to_pylist():
+                    yield f"{path}, row {row}", record
                     row += 1
     except (ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # the system's, not pyarrow's own
-            raise
+            with read_or_refused(path):
+                raise
         raise UserError(f"{path} is not a parquet file, or a damaged one; download or copy it again") from error
 
 

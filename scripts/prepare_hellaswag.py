@@ -2,10 +2,12 @@
 
     python scripts/prepare_hellaswag.py
 
-The same file as llm.c's dev/data/hellaswag.py writes. --input takes a local hellaswag_val.jsonl.
+The same file as llm.c's dev/data/hellaswag.py writes. --input takes a local hellaswag_val.jsonl, or the .parquet file of
+Hugging Face's validation split, for which it needs pyarrow.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +20,25 @@ from llmc.errors import UserError, run_script
 from scripts import prepare
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-LABELS = [str(number) for number in range(NUM_COMPLETIONS)]  # a number here, a text in Hugging Face's copy
+LABELS = [str(number) for number in range(NUM_COMPLETIONS)]  # a number in that file, a text in Hugging Face's
 
 
-def render(record, place: str, encoder: Encoder) -> Example:
-    """The tokens of one line of the .jsonl; `place` says which, for UserError."""
-    context = prepare.text_field(record, "ctx", place, prepare.MEND_THE_LINE)
+def read_questions(path: Path) -> Iterator[tuple[str, object, str]]:
+    """(place, question, what to do about one that is wrong) of every line or row."""
+    if path.suffix.lower() == ".parquet":
+        rows = prepare.read_parquet(path, ["ctx", "endings", "label"], "give Hugging Face's validation split of HellaSwag")
+        return ((place, record, prepare.LEAVE_OUT_ROWS) for place, record in rows)
+    return ((place, record, prepare.MEND_THE_LINE) for place, record in prepare.read_jsonl(path))
+
+
+def render(place: str, record, remedy: str, encoder: Encoder) -> Example:
+    """The tokens of a question; `place` says which it is, for UserError, and `remedy` what to do."""
+    context = prepare.text_field(record, "ctx", place, remedy)
     label, endings = record.get("label"), record.get("endings")
     if not context:
-        raise UserError(f'{place}: field "ctx" is empty; mend or remove this line')
+        raise UserError(f'{place}: field "ctx" is empty; {remedy}')
     if not isinstance(endings, list) or len(endings) != NUM_COMPLETIONS or not all(isinstance(e, str) for e in endings):
-        raise UserError(f'{place}: expected "endings", a list of {NUM_COMPLETIONS} texts; mend or remove this line')
+        raise UserError(f'{place}: expected "endings", a list of {NUM_COMPLETIONS} texts; {remedy}')
     if str(label) not in LABELS:
         raise UserError(
             f'{place}: "label" is {label!r}, expected a number from 0 to {NUM_COMPLETIONS - 1}; '
@@ -45,10 +55,10 @@ def render(record, place: str, encoder: Encoder) -> Example:
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/hellaswag", corpus=False).parse_args(argv)
     name = "hellaswag_val.jsonl"
-    path = prepare.one_input(args.input, ".jsonl", name) if args.input else prepare.download(URL, args.output / name)
+    path = prepare.one_input(args.input, name, ".jsonl", ".parquet") if args.input else prepare.download(URL, args.output / name)
     encoder, output = prepare.start(args), args.output / "hellaswag_val.bin"
-    lines = tqdm(prepare.read_jsonl(path), desc="HellaSwag", unit=" examples", disable=None)
-    count = write_eval_file(output, (render(record, place, encoder) for place, record in lines))
+    questions = tqdm(read_questions(path), desc="HellaSwag", unit=" examples", disable=None)
+    count = write_eval_file(output, (render(*question, encoder) for question in questions))
     print(f"wrote {output}: {count:,} examples")
 
 

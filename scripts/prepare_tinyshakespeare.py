@@ -28,7 +28,7 @@ def speeches(text: str) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/tinyshakespeare").parse_args(argv)
     name = "tiny_shakespeare.txt"
-    path = prepare.one_input(args.input, ".txt", name) if args.input else prepare.download(URL, args.output / name)
+    path = prepare.one_input(args.input, name, ".txt") if args.input else prepare.download(URL, args.output / name)
     pieces = speeches(prepare.read_text(path))
     encoder = prepare.start(args)
     tokens = np.concatenate(list(prepare.encoded(pieces, encoder, workers=1)))

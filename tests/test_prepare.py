@@ -410,8 +410,10 @@ def test_missing_inputs_are_named(tmp_path):
 
 def test_without_pyarrow_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match="pip install pyarrow"):
-        prepare_fineweb.main(["--input", str(tmp_path)])
+    (tmp_path / "a.parquet").touch()
+    for main in (prepare_fineweb.main, prepare_hellaswag.main):
+        with pytest.raises(UserError, match="pip install pyarrow"):
+            main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), *BYTES])
 
 
 def test_an_error_is_one_line_and_exit_code_2(tmp_path):
@@ -647,6 +649,34 @@ def test_a_label_may_be_a_text(tmp_path):
     assert [example.label for example in read_eval_file(tmp_path / "out" / "hellaswag_val.bin")] == [0, 1, 2, 3, 3]
 
 
+QUESTION = {"ind": 24, "ctx": "a b", "endings": ["c", "d e", "f", "g"], "label": "2"}
+
+
+def test_questions_of_hugging_face_s_parquet_give_the_bytes_of_the_jsonl(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lines = [QUESTION | {"label": str(i % 4), "ctx": f"a {i}"} for i in range(10)]
+    (tmp_path / "h.jsonl").write_text("\n".join(json.dumps(line | {"label": int(line["label"])}) for line in lines))
+    parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "validation.parquet")
+    for given in ("h.jsonl", "validation.parquet"):
+        prepare_hellaswag.main(["--input", str(tmp_path / given), "--output", str(tmp_path / given[0]), *BYTES])
+    assert contents(tmp_path / "h") == contents(tmp_path / "v") and len(read_eval_file(tmp_path / "v" / "hellaswag_val.bin")) == 10
+
+
+@pytest.mark.parametrize("change, told", [
+    ({"label": ""}, """h.parquet, row 1: "label" is '', expected a number from 0 to 3; .* use the validation split$"""),
+    ({"ctx": ""}, 'h.parquet, row 1: field "ctx" is empty; write the table again without such rows$'),
+    ({"ctx": None}, 'h.parquet, row 1: field "ctx" holds null, expected text; write the table again without such rows$'),
+    ({"endings": ["a"]}, 'h.parquet, row 1: expected "endings", a list of 4 texts; write the table again without such rows$'),
+    (None, 'h.parquet has no column "endings" but ctx; give Hugging Face\'s validation split of HellaSwag$'),
+])  # fmt: skip
+def test_a_bad_question_in_a_table_is_named(tmp_path, change, told):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"ctx": "a"}] if change is None else [QUESTION, QUESTION | change]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "h.parquet")
+    with pytest.raises(UserError, match=told):
+        prepare_hellaswag.main(["--input", str(tmp_path / "h.parquet"), "--output", str(tmp_path / "out"), *BYTES])
+
+
 def test_of_a_folder_of_questions_the_validation_split_is_taken_and_none_is_guessed(tmp_path):
     for name, label in (("hellaswag_train.jsonl", 0), ("hellaswag_val.jsonl", 1), ("other.jsonl", 2)):
         (tmp_path / name).write_text(json.dumps({"ctx": "a", "label": label, "endings": ["a", "b", "c", "d"]}))
@@ -654,7 +684,7 @@ def test_of_a_folder_of_questions_the_validation_split_is_taken_and_none_is_gues
     prepare_hellaswag.main(argv)
     assert [example.label for example in read_eval_file(tmp_path / "out" / "hellaswag_val.bin")] == [1]
     (tmp_path / "hellaswag_val.jsonl").unlink()
-    with pytest.raises(UserError, match="2 .jsonl files, expected one, or one named hellaswag_val.jsonl; give the path of the one meant"):
+    with pytest.raises(UserError, match="2 .jsonl or .parquet files, expected one, or one named hellaswag_val.jsonl; give the path"):
         prepare_hellaswag.main(argv)
 
 
