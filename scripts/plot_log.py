@@ -6,8 +6,9 @@
     python scripts/plot_log.py log124M --baseline d12              beside OpenAI's models of about that size
 
 A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or the captured output of a run. For a main.log,
-tokens/s come from the speed.log beside it; those that a run prints are the trainer's running mean. If a log holds a step twice,
-the later line counts. Steps are counted from 0, as in main.log. Needs matplotlib.
+tokens/s come from the speed.log beside it, for an earlier run's main.log.1 from speed.log.1; those that a run prints are the
+trainer's running mean. If a log holds a step twice, the later line counts. Steps are counted from 0, as in main.log. Needs
+matplotlib.
 
 --baseline draws, dashed, the loss of OpenAI's GPT-2 on FineWeb's validation tokens and its HellaSwag accuracy, both as llm.c
 measured them, and GPT-3's accuracy, from its paper. A loss on other tokens cannot be compared. Losses far above it are left out
@@ -111,8 +112,8 @@ def read_series(path: Path) -> dict[str, dict[int, float]]:
         raise UserError(
             f"{path} holds no line of a {LOG_NAME} (s:0 trl:...) and none that a run prints (step 1/10 | loss ...); give another log"
         )
-    beside = path.with_name(SPEED_NAME)
-    if path.name == LOG_NAME and beside.is_file():
+    number = re.fullmatch(re.escape(LOG_NAME) + r"(|\.\d+)", path.name)  # of a log that a later run set aside
+    if number and (beside := path.with_name(SPEED_NAME + number[1])).is_file():
         series["speed"] = {step: speed for step, (_, speed) in sorted(read_speed(beside).items())}
     return series
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import REPO
 
 from llmc.errors import UserError
-from llmc.logger import LOG_NAME, Logger, format_step_line
+from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from scripts import plot_log
 from scripts.plot_log import Log, parse_lines
 
@@ -115,6 +115,19 @@ def test_speed_log_counts_beside_a_main_log_only(tmp_path):
     assert list(plot_log.read_series(folder / "out.txt")["speed"]) == [0]
     folder, _ = written(tmp_path / "slow", speed=False)
     assert plot_log.read_series(folder)["speed"] == {}
+
+
+def test_an_earlier_run_s_log_is_beside_the_speed_of_that_run(tmp_path):
+    """As the trainer leaves them."""
+    for tokens_per_s in (100.0, 200.0, 300.0):
+        log, speed_log = Logger(tmp_path), Logger(tmp_path, name=SPEED_NAME)
+        log.train(0, 5.0, 1e-4, 2.0)
+        speed_log.speed(0, 10.0, tokens_per_s)
+        log.close(), speed_log.close()
+    logs = [tmp_path / name for name in ("main.log.1", "main.log.2", "main.log")]
+    assert [plot_log.read_series(path)["speed"] for path in logs] == [{0: 100.0}, {0: 200.0}, {0: 300.0}]
+    (tmp_path / "speed.log.1").unlink()
+    assert plot_log.read_series(logs[0])["speed"] == {}
 
 
 def test_labels_are_short_where_they_tell_logs_apart(tmp_path):
