@@ -14,7 +14,7 @@ layers        llmc/layers/: encoder layernorm linear matmul matmul_fp8 gelu atte
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
 memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
               cost, traffic, choose, report, traffic_report, record
-several ranks llmc/distributed/: place, rendezvous, network, watch, verdict; gloo, group, sharing, tensor_parallel
+several ranks llmc/distributed/: place, signpost, rendezvous, network, watch, verdict; gloo, group, sharing, tensor_parallel
 host side     llmc/: data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, rand, files, interrupt, errors, units,
               text_table
 """

@@ -60,9 +60,11 @@ def micro_steps(s: Settings, world: World) -> int:
 
 
 def training_data(s: Settings) -> tuple[str, str]:
-    """The shards to train on, and the flag that named them. An evaluation alone needs no others than it validates on."""
-    validates_alone = s.max_steps == 0 and s.val_loss_every > 0
-    return (s.val_data, "-j") if s.overfit_single_batch or validates_alone else (s.train_data, "-i")
+    """The shards to train on, and the flag that named them. An evaluation takes those that it validates on, or has at hand."""
+    from llmc.data.shards import matches
+
+    evaluates = s.max_steps == 0 and (s.val_loss_every > 0 or matches(s.val_data))
+    return (s.val_data, "-j") if s.overfit_single_batch or evaluates else (s.train_data, "-i")
 
 
 def shortest_shard(s: Settings) -> int:

@@ -731,7 +731,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_noted(case, tmp_path, monkey
     assert "no room" not in ran(*argv, "-x 9 -nk 1")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * n - 1))
     assert f"{line}2; make room\n" in ran(*argv, "-x 3 -nk 1")
-    assert f"{line}2; make room\n" in ran(*argv, "-x 3")
+    assert "no room for that of step 2; make room\n" in ran(*argv, "-x 3 -o", tmp_path / "another")  # where -nk 1 would not help
 
 
 def test_another_seed_is_another_sample(case):
@@ -763,7 +763,9 @@ def test_an_evaluation_needs_no_training_data(case, tmp_path):
     argv = ["-j", case / "val.bin", "-e", case / "model.bin", "-b 4 -t 32 -x 0 -s 1 -g 4 -i", tmp_path / "none.bin"]
     with_both = ran(*argv, "-i", case / "train_*.bin")
     assert ran(*argv).partition("val loss")[2].partition("total")[0] == with_both.partition("val loss")[2].partition("total")[0]
-    assert "none.bin: no such file" in run(*argv, "-v 0").err
+    assert "generating" in ran(*argv, "-v 0")
+    assert "-j nowhere.bin: no such file" in run(*argv, "-j nowhere.bin").err
+    assert "none.bin: no such file" in run(*argv, "-v 0 -j nowhere.bin").err
 
 
 def test_n_without_o_says_that_nothing_is_written(case):
