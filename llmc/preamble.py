@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llmc.backend import MATMUL_LIBRARY
 from llmc.checkpoint.store import steps_done
-from llmc.config import ModelConfig
+from llmc.config import GPT2_VOCAB_SIZE, ModelConfig
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.flags import FLAGS, Settings
 from llmc.logger import LOG_NAME, is_of_training, old_name, table_row, table_rule
@@ -159,10 +159,9 @@ def _of_evaluations(s: Settings, o: PlanOptions, has_tokenizer: bool):
     if s.sample_every <= 0:
         return
     if not has_tokenizer:
-        yield (
-            f"no gpt2_tokenizer.bin of {o.config.vocab_size} tokens here or beside the training data: samples are printed as token ids "
-            "(python scripts/write_tokenizer.py makes one)"
-        )
+        V = o.config.vocab_size
+        how = " (python scripts/write_tokenizer.py makes one)" if V == GPT2_VOCAB_SIZE else ""
+        yield f"no gpt2_tokenizer.bin of {V} tokens here or beside the training data: samples are printed as token ids{how}"
     if s.sample_length < 2:
         yield f"note: -g {s.sample_length} leaves nothing to generate after the end-of-text that samples start with; -s 0 prints none"
 
