@@ -1,5 +1,6 @@
 """Several GPUs of one machine, over NCCL: what other tests show of several ranks on CPUs."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,28 @@ def test_tensor_parallelism_has_the_losses_of_one_gpu(case, keep):
     one = train(case, 1, f"one_{keep}", "-b", "4", "-r", "1")
     two = train(case, 2, f"two_{keep}", "-b", "4", "-r", "1", "--tensor-parallel", "2", "--tp-recompute-allgather", keep)
     assert max(abs(a - b) for a, b in zip(losses(one), losses(two), strict=True)) <= 2e-4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason=f"needs 4 CUDA devices, and there are {torch.cuda.device_count()}")
+@pytest.mark.parametrize("z", ["0", "3"])
+def test_two_copies_of_two_parts_have_the_losses_of_two_gpus(case, z):
+    """Every rank is in a group of parts, in a group of shares, and in that of all."""
+    two = train(case, 2, f"two_of_4_{z}", "-b", "2", "-r", "1", "-z", z)
+    four = train(case, 4, f"four_{z}", "-b", "2", "-r", "1", "--tensor-parallel", "2", "-z", z)
+    assert max(abs(a - b) for a, b in zip(losses(two), losses(four), strict=True)) <= 2e-4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_lost_rank_ends_the_other_which_says_so(case, tmp_path, number):
+    """Though that one waits in a kernel of NCCL's, which never ends, and there is no launcher to end it."""
+    flags = [*COMMON, "-b", "2", "-x", "1000000", "-n", "0", "-v", "0", "-s", "0", "-pn", "2", "-pi", "fs", "-pp", str(tmp_path)]
+    command, pipe = [sys.executable, str(REPO / "train_gpt2.py"), *flags], subprocess.PIPE
+    ranks = [subprocess.Popen([*command, "-pr", str(rank)], cwd=case, stdout=pipe, stderr=pipe, text=True) for rank in range(2)]
+    try:
+        next(line for line in ranks[0].stdout if line.startswith("step    5/"))
+        ranks[1].send_signal(number)
+        _, err = ranks[0].communicate(timeout=90)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 4 and err.startswith("error: rank 1 of 2 (host ") and "is gone" in err and err.count("\n") == 1, err

@@ -684,7 +684,7 @@ def test_validation_data_that_may_mislead_are_noted(case, tmp_path):
     """More batches than there are, and tokens of bytes beside others."""
     write_shard(tmp_path / "bytes.bin", np.arange(300) % 96)
     write_shard(tmp_path / "others.bin", np.arange(300) + 200)
-    sizes = "-b 1 -t 32 -x 0 -s 0"
+    sizes = "-b 1 -t 32 -x 1 -s 0"
     noted = "note: -m 16 takes some of -j's batches more than once, as there are 15; -m -1 takes each once"
     assert noted in ran(*inputs(case), "-b 4 -t 32 -x 0 -s 0 -m 16")
     for train, val in (("bytes", "others"), ("others", "bytes"), ("others", "others"), ("bytes", "bytes")):
