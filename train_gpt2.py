@@ -8,7 +8,7 @@ What it uses:
 
 what is asked llmc/: flags, source (the model), request (the plan, and what auto decides), refusals, agreement (of all ranks), config,
               preamble, backend, processor, host, cores, cards
-the model     llmc/: gpt2 (stages over named views, forward and backward), graphs, rehearsal
+the model     llmc/: gpt2 (stages over named views, forward and backward), operations, graphs, rehearsal
 layers        llmc/layers/: encoder layernorm linear matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
               adamw rounding rows
 kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
@@ -53,7 +53,6 @@ from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, check_contradictions
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
-from llmc.kernels import other_matmuls
 from llmc.kernels_cpu import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.plan import Plan
@@ -61,6 +60,7 @@ from llmc.memory.record import MemoryRecord
 from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory, usage_lines
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
+from llmc.operations import other_matmuls
 from llmc.outlier import OutlierDetector
 from llmc.preamble import (
     changes_since, chosen_line, notes, optimisation, print_device, print_model, print_rows, print_settings, print_sizes,

@@ -14,7 +14,6 @@ import torch
 from llmc.backend import copy_in
 from llmc.data.order import token_order
 from llmc.distributed.sharing import Alone
-from llmc.kernels import operations
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.linear import linear_layers
 from llmc.layers.residual import residual_add_inplace
@@ -28,6 +27,7 @@ from llmc.memory.rooms import classifier_rows, head_sums
 from llmc.memory.slots import layer_slot
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.memory.tuning import HEAD_GROUP, TUNING
+from llmc.operations import operations
 from llmc.rand import XorShift
 
 ROUNDING_STATE = 13371337  # llm.c's, which adds the rank to it

@@ -32,11 +32,11 @@ from llmc.errors import UserError, run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
-from llmc.kernels import other_matmuls
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
 from llmc.mfu import flops_per_token
+from llmc.operations import other_matmuls
 from llmc.request import ALONE, settle_all, settle_kernels_of
 from llmc.source import Source, check_lengths
 from llmc.units import MIB, ceil_mib

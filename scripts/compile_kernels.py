@@ -25,11 +25,12 @@ import torch
 from llmc.config import ModelConfig
 from llmc.errors import run_script
 from llmc.gpt2 import GPT2
-from llmc.kernels import MATMULS, door
+from llmc.kernels import door
 from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import FP8_PARTIALS
+from llmc.operations import MATMULS
 from llmc.refusals import FP8_CAPABILITY
 
 # launches are recorded at sizes that a CPU can hold, and compiled for those of a run: an argument that is 1 may become a constant

@@ -7,11 +7,11 @@ from math import inf
 
 import torch
 
-from llmc.kernels import operations
 from llmc.kernels.cublaslt import OP_N, OP_T, ChosenMatmul, CublasLt
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.memory.rooms import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
+from llmc.operations import operations
 from scripts.gpu_common import (
     Skip, attempt, block_matmuls, check_cublaslt, factors, measure, measure_in_turn, relative_difference, table, while_time,
 )  # fmt: skip

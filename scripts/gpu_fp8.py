@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmc.kernels import fp8_matmuls
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.plan import Plan
+from llmc.operations import fp8_matmuls
 from llmc.rand import XorShift
 from scripts.gpu_common import (
     BF16, D24, D48, FP32, Skip, attempt, block_matmuls, factors, free_memory, measure, relative_difference, table, while_time, zeros_of,

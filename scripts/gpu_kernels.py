@@ -9,7 +9,7 @@ import torch
 
 from llmc.data.order import token_order
 from llmc.gpt2 import tensor_states
-from llmc.kernels import cublaslt, fp8_operand_of, operations
+from llmc.kernels import cublaslt
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
 from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.arena import TORCH_DTYPE
@@ -19,6 +19,7 @@ from llmc.memory.plan import Plan
 from llmc.memory.rooms import classifier_rows, head_chunk_rows
 from llmc.memory.tables import num_parameters
 from llmc.memory.tuning import MATMUL_WORKSPACE, TUNING
+from llmc.operations import fp8_operand_of, operations
 from llmc.rand import XorShift
 from scripts.gpu_common import (
     FP32, Skip, attempt, block_matmuls, check_cublaslt, measure, random_tokens, relative_difference, table, while_time, zeros_of,

@@ -32,14 +32,14 @@ from numba.core.registry import cpu_target
 import llmc.kernels_cpu
 import test_kernels
 from llmc.gpt2 import GPT2
-from llmc.kernels import matmul_operations, other_matmuls
 from llmc.kernels_cpu import attention, compiler, door, matmul, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.compiler import KeptKernels
-from llmc.kernels_cpu.functions import numba_operations
+from llmc.kernels_cpu.functions import numba_attention, numba_operations
 from llmc.layers import cpu_attention, torch_operations
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
+from llmc.operations import matmul_operations, other_matmuls
 from llmc.rehearsal import TINY, rehearse
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
@@ -102,7 +102,7 @@ def test_kernels_have_the_names_and_arguments_of_the_torch_functions():
         for name, arguments in names_and_arguments(torch_operations_in_halves() | cpu_attention()).items()
         if name not in ("pack_gradients", "matmul_dbias")
     }
-    assert names_and_arguments(numba_operations()) == torchs
+    assert names_and_arguments(numba_operations() | numba_attention()) == torchs
 
 
 def test_only_the_door_and_the_compiler_know_numba():

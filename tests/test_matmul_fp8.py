@@ -22,11 +22,11 @@ from llmc.cards import Device
 from llmc.config import ModelConfig
 from llmc.errors import UserError
 from llmc.flags import parse
-from llmc.kernels import MATMULS, fp8_matmuls, fp8_operand_of, matmul_operations
 from llmc.layers import matmul
 from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.report import describe, options_json
+from llmc.operations import MATMULS, fp8_matmuls, fp8_operand_of, matmul_operations
 from llmc.refusals import FP8_CAPABILITY, check_fp8, check_sizes
 from llmc.request import plan_options, plan_text
 

@@ -11,11 +11,15 @@ from llmc.layers.encoder import stage_encoder_backward
 
 
 def numba_operations() -> dict:
-    """Name -> launcher; what llmc.layers.in_halves has in halves is here in halves alone. Attention needs none of the others: it packs its
-    gradients, and sums the bias gradient, itself."""
+    """Name -> launcher; what llmc.layers.in_halves has in halves is here in halves alone."""
     launchers = (
         encoder_forward, stage_encoder_backward, launch_encoder_backward, layernorm_forward, residual_layernorm_forward,
         layernorm_normalize, layernorm_backward, gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm,
-        stage_adamw_update, launch_adamw_update, attention_forward, attention_backward, attention_one_row,
+        stage_adamw_update, launch_adamw_update,
     )  # fmt: skip
     return {f.__name__: f for f in launchers}
+
+
+def numba_attention() -> dict:
+    """The same for attention, which needs none of the others: it packs its gradients, and sums the bias gradient, itself."""
+    return {f.__name__: f for f in (attention_forward, attention_backward, attention_one_row)}

@@ -1,0 +1,83 @@
+"""Which functions a model runs, torch's or kernels of Triton or numba: the one place that decides."""
+
+from functools import partial
+from types import SimpleNamespace
+
+from llmc.layers import cpu_attention, in_halves, torch_operations
+
+
+def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
+    """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels, among them the halves of
+    llmc.layers.in_halves.
+
+    matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
+    attention  the kind, as PlanOptions.attention_kind has it
+    """
+    if kernels == "numba":
+        from llmc.kernels_cpu.functions import numba_operations
+
+        functions = numba_operations()
+    elif kernels == "triton":
+        from llmc.kernels.functions import triton_operations
+
+        functions = triton_operations()
+    else:
+        functions = torch_operations()
+        functions |= in_halves(functions)
+    # no name is in two of these: it would be a TypeError
+    return SimpleNamespace(**attention_operations(attention, kernels, functions), **functions, **matmul_operations(matmul, kernels))
+
+
+def attention_operations(kind: str, kernels: str, functions: dict) -> dict:
+    """Name -> function: attention_forward, attention_backward and attention_one_row. With numba's kernels it is theirs, of any kind."""
+    if kernels == "numba":
+        from llmc.kernels_cpu.functions import numba_attention
+
+        return numba_attention()
+    if kind == "cpu":
+        return cpu_attention()
+    if kind == "triton":
+        from llmc.kernels.functions import triton_attention
+
+        return triton_attention()
+    from llmc.layers.attention import library_attention
+
+    return library_attention(kind, functions["pack_gradients"])
+
+
+MATMULS = ("matmul_forward", "matmul_dinput", "matmul_dweight")
+
+
+def matmul_operations(matmul: str, kernels: str) -> dict:
+    """Name -> function, for the matmuls, and for matmul_one_row."""
+    if matmul == "numba":
+        from llmc.kernels_cpu import matmul as source
+    else:
+        from llmc.layers import matmul as source
+    functions = {name: getattr(source, name) for name in (*MATMULS, "matmul_one_row")}
+    return functions | (fp8_matmuls(kernels) if matmul == "fp8" else {})
+
+
+def fp8_matmuls(kernels: str) -> dict:
+    """Name -> function, for the FP8 matmuls, and for matmul_dout, which precedes a pair of them in backward."""
+    from llmc.layers import matmul_fp8 as source
+
+    return {name: partial(getattr(source, name), fp8_operand=fp8_operand_of(kernels)) for name in (*MATMULS, "matmul_dout")}
+
+
+def fp8_operand_of(kernels: str):
+    """fp8_operand: the Triton kernel, or the one made of torch's operations."""
+    if kernels == "triton":
+        from llmc.kernels.fp8 import fp8_operand as function
+    else:
+        from llmc.layers.matmul_fp8 import fp8_operand as function
+    return function
+
+
+def other_matmuls(matmul: str) -> list:
+    """Functions of (out, a, b), square matrices, that multiply by other means than torch's matmul: to be measured."""
+    if matmul != "numba":
+        return []
+    from llmc.kernels_cpu.matmul import square_multiplier
+
+    return [square_multiplier()]
