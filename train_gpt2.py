@@ -11,7 +11,8 @@ what is asked llmc/: flags, source (the model), request (the plan, and what auto
 the model     llmc/: gpt2 (stages over named views, forward and backward), operations, graphs, rehearsal
 layers        llmc/layers/: encoder layernorm linear matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
               adamw rounding rows
-kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU
+kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU;
+              llmc/staging.py: what both read from the plan's memory
 memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
               cost, traffic, choose, report, traffic_report, record
 several ranks llmc/distributed/: place, signpost, rendezvous, network, watch, verdict; gloo, group, sharing, tensor_parallel

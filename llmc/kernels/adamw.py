@@ -8,8 +8,9 @@ the last few elements of a tensor whose size is no multiple of 16: there the com
 
 from llmc.kernels import door
 from llmc.kernels.door import fma, jit, load, round_by, rounding_noise, tl
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP
 from llmc.memory.tuning import ROUNDING_BLOCK, UPDATE_COLUMNS
+from llmc.staging import stage_chunks
 
 CHUNK, ELEMENTS = 8192, 1024  # elements of a program, and of its working set
 ALIGNMENT = 16  # elements: if every tensor and layer starts at a multiple of it, loads are as wide as they can be

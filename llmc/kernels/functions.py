@@ -8,7 +8,7 @@ from llmc.kernels.fused_classifier import fused_classifier_inplace
 from llmc.kernels.gelu import gelu_backward_inplace, gelu_forward
 from llmc.kernels.global_norm import global_norm
 from llmc.kernels.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
-from llmc.layers.encoder import stage_encoder_backward
+from llmc.staging import stage_encoder_backward
 
 
 def triton_operations() -> dict:

@@ -11,8 +11,9 @@ from llmc.kernels_cpu.door import (
     F1, LOW, S16, array, bits_of, fma, float_of, helper, iadd, iand, ior, ishl, ishr, isub, ixor, jit, load, load_bits, noise_of_row,
     prange, rounding_noise, select, sqrt, store, store_bits, store_rounded,
 )  # fmt: skip
-from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP, stage_chunks
+from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP
 from llmc.memory.tuning import ROUNDING_BLOCK
+from llmc.staging import stage_chunks
 
 CHUNK = 32 * ROUNDING_BLOCK  # elements that a thread updates at a time: the threads' shares differ by at most this much
 M_SHARE, V_DECAY, V_SHARE, EPS, CLIP = (np.float32(x) for x in (1 - BETA1, BETA2, 1 - BETA2, EPSILON, GRADIENT_CLIP))

@@ -7,7 +7,7 @@ from llmc.kernels_cpu.fused_classifier import fused_classifier_inplace
 from llmc.kernels_cpu.gelu import gelu_backward_inplace, gelu_forward
 from llmc.kernels_cpu.global_norm import global_norm
 from llmc.kernels_cpu.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
-from llmc.layers.encoder import stage_encoder_backward
+from llmc.staging import stage_encoder_backward
 
 
 def numba_operations() -> dict:

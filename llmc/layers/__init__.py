@@ -37,23 +37,23 @@ def cpu_attention() -> dict:
 def in_halves(functions: dict) -> dict:
     """The functions whose arguments change from step to step, in two halves: stage_* takes those arguments, launch_* does the rest.
 
-    Here the first half only passes them on. For kernels it copies them into the plan's memory, so that the second half launches the
-    same work every time and can be captured.
+    Here the first half only passes them on. That of kernels copies them into the plan's memory (llmc/staging.py), so that the second half
+    launches the same work every time and can be captured.
     """
-
-    def stage_encoder_backward(order, seed, scratch):
-        return order, seed
 
     def launch_encoder_backward(dwte, dwpe, dout, inputs, staged, scratch, *, accumulate):
         order, seed = staged
         functions["encoder_backward"](dwte, dwpe, dout, inputs, order, scratch, seed=seed, accumulate=accumulate)
 
-    def stage_adamw_update(tensors, scratch, *, lr, weight_decay, step, grad_norm):
-        return tensors, dict(lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
-
     def launch_adamw_update(flat, staged, scratch):
         tensors, numbers = staged
         functions["adamw_update"](flat, tensors, scratch, **numbers)
 
-    halves = (stage_encoder_backward, launch_encoder_backward, stage_adamw_update, launch_adamw_update)
-    return {f.__name__: f for f in halves}
+    return {
+        "stage_encoder_backward": lambda order, seed, scratch: (order, seed),
+        "launch_encoder_backward": launch_encoder_backward,
+        "stage_adamw_update": lambda tensors, scratch, *, lr, weight_decay, step, grad_norm: (
+            tensors, dict(lr=lr, weight_decay=weight_decay, step=step, grad_norm=grad_norm)
+        ),
+        "launch_adamw_update": launch_adamw_update,
+    }  # fmt: skip

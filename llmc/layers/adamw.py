@@ -10,14 +10,11 @@ with the noise that rounded the weight restore it exactly; or none, and then the
 """
 
 from dataclasses import dataclass
-from math import sqrt
 
-import numpy as np
 import torch
 
-from llmc.backend import copy_in
 from llmc.layers.rounding import join_bits, low_bits, noise_2d, round_to_bf16
-from llmc.memory.tuning import ROUNDING_BLOCK, UPDATE_COLUMNS
+from llmc.memory.tuning import ROUNDING_BLOCK
 from llmc.units import round_up
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
@@ -106,41 +103,6 @@ def round_moments(m_out, v_out, m, v, noise, work, room):
     round_to_bf16(m_out.view(noise.shape), m.view(noise.shape), threshold, work)
     torch.bitwise_right_shift(noise, 16, out=threshold).bitwise_xor_(noise)
     round_to_bf16(v_out.view(noise.shape), v.view(noise.shape), threshold, work)
-
-
-def chunk_layout(tensors, chunk: int):
-    """(layout (tensors, 5) int64, total number of chunks), for kernels that update `chunk` elements of a layer at a time.
-
-    A row of the layout has a tensor's first chunk, its first element in the arena, the elements and the chunks of one layer, and the
-    index in the whole layer of the first element here.
-    """
-    layout, first_chunk = np.empty((len(tensors), UPDATE_COLUMNS), np.int64), 0
-    for i, t in enumerate(tensors):
-        elements = t.elements // t.layers
-        chunks = -(-elements // chunk)
-        layout[i] = first_chunk, t.start, elements, chunks, t.first
-        first_chunk += t.layers * chunks
-    return layout, first_chunk
-
-
-def stage_chunks(tensors, chunk: int, scratch, *, lr, weight_decay, step, grad_norm):
-    """For kernels: copy what changes from step to step into scratch, where they read it; returns chunk_layout(tensors, chunk).
-
-    Scratch: update_layout (tensors, 5) int64, that layout; update_numbers (3 * tensors + 2,) int32: the seeds, the last seeds, and as the
-    bits of fp32 numbers each tensor's factor for weight decay, -lr over m's bias correction, and the root of v's; grad_norm (1,) fp32,
-    which may be the tensor passed as grad_norm.
-    """
-    layout, chunks = chunk_layout(tensors, chunk)
-    floats = [1 - lr * weight_decay * t.decay for t in tensors]
-    floats += [-(lr / (1 - BETA1**step)), sqrt(1 - BETA2**step)]
-    seeds = np.array([t.seed for t in tensors] + [t.last_seed for t in tensors], np.uint32)
-    with np.errstate(over="ignore"):  # beyond fp32 it becomes infinite, and the training loop reports the loss that results
-        numbers = np.array(floats, np.float32)
-    copy_in(scratch["update_layout"], layout)
-    copy_in(scratch["update_numbers"], np.concatenate([seeds.view(np.int32), numbers.view(np.int32)]))
-    if not isinstance(grad_norm, torch.Tensor) or grad_norm.data_ptr() != scratch["grad_norm"].data_ptr():
-        scratch["grad_norm"].fill_(float(grad_norm))
-    return layout, chunks
 
 
 def pieces_of(t, scratch):

@@ -1,9 +1,8 @@
 """Token and position embeddings. Source: llm.c llmc/encoder.cuh."""
 
-import numpy as np
 import torch
 
-from llmc.backend import copy_in, deterministic
+from llmc.backend import deterministic
 from llmc.layers.rounding import noise_2d, round_to_bf16
 from llmc.layers.rows import add_widened
 
@@ -54,21 +53,6 @@ def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumula
     with deterministic(dwte.device):
         token_sums.index_add_(0, slot, rows.view(-1, C))
     _add_rows(dwte, tokens, token_sums, scratch, seed=seed, first_noise_row=0)
-
-
-def stage_encoder_backward(order, seed, scratch):
-    """For kernels: copy the TokenOrder of a batch, and the seed of its rounding, into scratch, where they read them.
-
-    There are as many groups as positions, and those beyond the last token are empty, so what is launched does not depend on the batch.
-    With tensor parallelism the order covers only some of the positions.
-    Scratch: token_order (n,) and token_groups (2, n + 1) int32, for n = B*T positions, and token_seed (1,) int32.
-    """
-    n, ordered, m = scratch["token_order"].numel(), len(order.positions), len(order.tokens)
-    groups = np.full((2, n + 1), ordered, np.int32)
-    groups[0, : m + 1], groups[1, :m] = order.starts, order.tokens
-    copy_in(scratch["token_order"], np.pad(order.positions, (0, n - ordered)))
-    copy_in(scratch["token_groups"], groups)
-    copy_in(scratch["token_seed"], np.array([seed], np.uint32).view(np.int32))
 
 
 def _add_rows(grad, index, sums, scratch, *, seed, first_noise_row):
