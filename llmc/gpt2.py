@@ -589,7 +589,7 @@ def tensor_states(layout, seeds: XorShift, last_seeds: XorShift) -> list[TensorS
     seed of its last rounding."""
     return [
         TensorState(
-            t.start, t.layers * t.elements, t.layers, t.parameter.decay, seed=seeds.u32(), last_seed=last_seeds.u32(), first=t.noise_first
+            t.start, t.layers, t.elements, t.parameter.decay, seed=seeds.u32(), last_seed=last_seeds.u32(), noise_first=t.noise_first
         )
         for t in layout
     ]

@@ -34,9 +34,8 @@ def chunk_layout(tensors, chunk: int):
     """
     layout, first_chunk = np.empty((len(tensors), UPDATE_COLUMNS), np.int64), 0
     for i, t in enumerate(tensors):
-        elements = t.elements // t.layers
-        chunks = -(-elements // chunk)
-        layout[i] = first_chunk, t.start, elements, chunks, t.first
+        chunks = -(-t.elements // chunk)
+        layout[i] = first_chunk, t.start, t.elements, chunks, t.noise_first
         first_chunk += t.layers * chunks
     return layout, first_chunk
 

@@ -762,10 +762,9 @@ def torch_update(flat, tensors, **kwargs):
     """
     places, roomy, start = [], [], 0
     for t in tensors:
-        n = t.elements // t.layers
-        width = -(-n // 64) * 64
-        places.append((start + torch.arange(t.layers)[:, None] * width + torch.arange(n)).flatten())
-        roomy.append(replace(t, start=start, elements=t.layers * width))
+        width = -(-t.elements // 64) * 64
+        places.append((start + torch.arange(t.layers)[:, None] * width + torch.arange(t.elements)).flatten())
+        roomy.append(replace(t, start=start, elements=width))
         start += t.layers * width
     at = torch.cat(places)
     padded = {name: torch.zeros(start, dtype=arena.dtype).index_copy_(0, at, arena) for name, arena in flat.items()}
@@ -854,15 +853,15 @@ def update_in_shares(update, dtype, master, moments):
 
     def of_share(t, share):
         """Places of a share's elements, layer after layer."""
-        n = t.elements // t.layers
-        return (t.start + torch.arange(t.layers)[:, None] * n + share * (n // 3) + torch.arange(n // 3)).flatten()
+        n = t.elements // 3
+        return (t.start + torch.arange(t.layers)[:, None] * t.elements + share * n + torch.arange(n)).flatten()
 
     together = {name: torch.empty_like(arena) for name, arena in flat.items()}
     for share in range(3):
         places = [of_share(t, share) for t in tensors]
         starts = np.cumsum([0, *map(len, places)]).tolist()
         mine = [
-            replace(t, start=start, elements=len(at), first=share * (len(at) // t.layers)) for t, start, at in zip(tensors, starts, places)
+            replace(t, start=start, elements=t.elements // 3, noise_first=share * (t.elements // 3)) for t, start in zip(tensors, starts)
         ]
         held = {name: arena[torch.cat(places)] for name, arena in flat.items()}
         update(held, mine, numbers)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
-from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, rounding_pieces
+from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, pieces_of
 from llmc.layers.attention import attention_one_row, pack_gradients
 from llmc.layers.attention_cpu import attention_backward, attention_forward
 from llmc.layers.encoder import encoder_backward, encoder_forward
@@ -187,7 +187,7 @@ def test_weights_are_rounded_at_the_contracts_positions(layers, n, room):
     master, seed, start = noise(layers * n, seed=layers), 3735928559, 77  # where the tensor begins in its arena is no part of the place
     param, scratch = unwritten(start + layers * n + 5, dtype=torch.bfloat16), rounding_scratch(room)
     arena = torch.cat([unwritten(start), master, unwritten(5)])
-    for piece in rounding_pieces(start, layers, layers * n, room):
+    for piece in pieces_of(TensorState(start, layers, n, decay=False, seed=seed), scratch):
         round_piece(param[piece.flat], arena[piece.flat], piece, seed, scratch)
     assert same_bits(param[start:-5], rounded(master, seed, layers=layers))
     assert param[:start].isnan().all() and param[-5:].isnan().all()
@@ -197,9 +197,9 @@ def test_weights_are_rounded_at_the_contracts_positions(layers, n, room):
 def test_pieces_cover_every_element_once_and_fit_their_room(layers, n, room):
     for start in (0, 1009):
         seen = np.zeros(start + layers * n, dtype=int)
-        for piece in rounding_pieces(start, layers, layers * n, room):
+        for piece in pieces_of(TensorState(start, layers, n, decay=False, seed=0), rounding_scratch(room)):
             seen[piece.flat] += 1
-            assert piece.layers * -(-piece.length // 512) * 512 <= room
+            assert len(piece.layers) * -(-piece.length // 512) * 512 <= room
             assert start <= piece.flat.start < piece.flat.stop <= start + layers * n
         assert not seen[:start].any() and (seen[start:] == 1).all()
 
@@ -210,7 +210,7 @@ def test_rounding_is_unbiased():
     for share in (0.1, 0.5, 0.97):
         value = 1 + share * 2.0**-7  # bf16's neighbours are 1 and 1 + 2**-7
         out, scratch = unwritten(n, dtype=torch.bfloat16), rounding_scratch(n)
-        for piece in rounding_pieces(0, 1, n, n):
+        for piece in pieces_of(TensorState(0, 1, n, decay=False, seed=12345), scratch):
             round_piece(out, torch.full((n,), value), piece, 12345, scratch)
         up = (out.float() > 1).double().mean().item()
         assert abs(up - share) < 5 * sqrt(share * (1 - share) / n)
@@ -1031,14 +1031,14 @@ def update_case(sizes, dtype, *, master, seed=0):
         flat["master"] = weights.clone()
     tensors, start = [], 0
     for i, (layers, n, decay) in enumerate(sizes):
-        tensors.append(TensorState(start, layers * n, layers, decay, seed=1000 * i + 5))
+        tensors.append(TensorState(start, layers, n, decay, seed=1000 * i + 5))
         start += layers * n
     return flat, tensors
 
 
 def part(t):
     """Where a tensor lies in the arenas."""
-    return slice(t.start, t.start + t.elements)
+    return slice(t.start, t.start + t.layers * t.elements)
 
 
 def update_scratch(room, master):
@@ -1060,7 +1060,7 @@ def test_adamw_follows_the_formula_over_several_steps(weight_decay, divisor):
     eager = [[t.clone() for t in copies] for copies in eager]  # to() of its own type is no copy
     for step in range(1, 7):
         for i, t in enumerate(tensors):
-            grads = noise(t.elements, seed=50 * step + i, scale=10.0 ** (step - 4))
+            grads = noise(t.layers * t.elements, seed=50 * step + i, scale=10.0 ** (step - 4))
             flat["gradients"][part(t)] = grads
             for copies in (exact[i], eager[i]):
                 p, m, v = copies
@@ -1084,7 +1084,7 @@ def test_adamw_in_bf16_updates_fp32_and_rounds_it_once(room, master):
     for step in range(1, 5):
         tensors = [replace(t, seed=step * 77777 + i) for i, t in enumerate(tensors)]
         for i, t in enumerate(tensors):
-            flat["gradients"][part(t)] = noise(t.elements, seed=50 * step + i).bfloat16()
+            flat["gradients"][part(t)] = noise(t.layers * t.elements, seed=50 * step + i).bfloat16()
         if not master:
             full["parameters"] = flat["parameters"].float()
         full["gradients"] = flat["gradients"].float()

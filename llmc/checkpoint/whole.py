@@ -6,7 +6,7 @@ file are sent one by one. Where a tensor's columns, or blocks, are split, each o
 
 import torch
 
-from llmc.layers.adamw import RoundingPiece, read_master
+from llmc.layers.adamw import piece_of, read_master
 from llmc.memory.layout import flat_layout
 from llmc.memory.tuning import ROUNDING_BLOCK
 
@@ -83,8 +83,7 @@ class Pieces:
         """Elements at..at+n of this rank's share of layer l."""
         if self.name != "master":
             return self.flat[self.name][t.layer(l)][at : at + n]
-        piece = RoundingPiece(t.start, l, 1, at, n, t.elements, t.noise_first)
-        return read_master(self.flat, piece, self.seeds[t.name], self.model.scratch)
+        return read_master(self.flat, piece_of(t, range(l, l + 1), at, at + n), self.seeds[t.name], self.model.scratch)
 
 
 def shares(tensors, layout, ranks, rank):

@@ -23,15 +23,15 @@ GRADIENT_CLIP = 1.0  # a gradient of larger norm is scaled down to this norm
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """One parameter tensor, all layers, as the update sees it: its place in the flat arenas, and its seeds for rounding."""
+    """One parameter tensor, all layers, as the update sees it: its place in an arena, as in FlatTensor, and its seeds for rounding."""
 
-    start: int  # elements
-    elements: int
-    layers: int  # equal slices
+    start: int  # where it begins in the arena
+    layers: int
+    elements: int  # of a layer, in this arena
     decay: bool
     seed: int  # uint32, this step's
     last_seed: int = 0  # that of the step that rounded the present weights
-    first: int = 0  # index in the whole layer of the first element here, where layers are sharded
+    noise_first: int = 0  # index in the whole layer of the first element here, where layers are sharded
 
 
 def adamw_update(flat, tensors, scratch, *, lr, weight_decay, step, grad_norm):
@@ -105,43 +105,38 @@ def round_moments(m_out, v_out, m, v, noise, work, room):
     round_to_bf16(v_out.view(noise.shape), v.view(noise.shape), threshold, work)
 
 
-def pieces_of(t, scratch):
-    """The pieces of one tensor: as large as the scratch for noise allows, or the whole tensor where nothing is rounded."""
-    if "noise" not in scratch:
-        layer = t.elements // t.layers
-        return [RoundingPiece(t.start, 0, t.layers, 0, layer, layer, t.first)]
-    return rounding_pieces(t.start, t.layers, t.elements, scratch["noise"].numel(), t.first)
-
-
+@dataclass(frozen=True, slots=True)
 class RoundingPiece:
-    """Consecutive elements that are rounded together: several whole layers, or `length` elements of one layer.
+    """Consecutive elements that are rounded together: all of several layers, or some of one layer."""
 
-    start  index of the first one in the whole layer, of which the arena may hold only a part, from element `first` on
-    flat   slice that they take in an arena in which the tensor begins at `tensor_start`
-    """
-
-    __slots__ = ("first_layer", "layers", "start", "length", "flat")
-
-    def __init__(self, tensor_start, first_layer, layers, start, length, layer_elements, first=0):
-        self.first_layer, self.layers, self.start, self.length = first_layer, layers, first + start, length
-        begin = tensor_start + first_layer * layer_elements + start
-        self.flat = slice(begin, begin + layers * length)
+    layers: range
+    noise_first: int  # index in the whole layer of the first of them
+    length: int  # of each layer
+    flat: slice  # where they lie in the arena
 
 
-def rounding_pieces(tensor_start, layers, n_elements, room, first=0):
-    """Cut a tensor of `layers` equal slices into pieces whose noise, padded to whole blocks on both sides, fits `room` elements."""
-    n, before = n_elements // layers, first % ROUNDING_BLOCK
+def piece_of(t, layers: range, start: int, end: int) -> RoundingPiece:
+    """Elements start..end of those layers of a TensorState or a FlatTensor."""
+    length, begin = end - start, t.start + layers.start * t.elements + start
+    return RoundingPiece(layers, t.noise_first + start, length, slice(begin, begin + len(layers) * length))
+
+
+def pieces_of(t, scratch):
+    """Yields the pieces of one tensor, whose noise, padded to whole blocks on both sides, fits the scratch for noise; where nothing is
+    rounded, the whole tensor."""
+    n, before = t.elements, t.noise_first % ROUNDING_BLOCK
     padded = round_up(before + n, ROUNDING_BLOCK)
+    room = scratch["noise"].numel() if "noise" in scratch else t.layers * padded
     if padded <= room:
         together = room // padded
-        for layer in range(0, layers, together):
-            yield RoundingPiece(tensor_start, layer, min(together, layers - layer), 0, n, n, first)
+        for layer in range(0, t.layers, together):
+            yield piece_of(t, range(layer, min(layer + together, t.layers)), 0, n)
     else:
         length = room // ROUNDING_BLOCK * ROUNDING_BLOCK
         cuts = [0, *range(length - before, n, length), n]  # at block boundaries
-        for layer in range(layers):
+        for layer in range(t.layers):
             for start, end in zip(cuts, cuts[1:]):
-                yield RoundingPiece(tensor_start, layer, 1, start, end - start, n, first)
+                yield piece_of(t, range(layer, layer + 1), start, end)
 
 
 def piece_noise(piece, seed, scratch):
@@ -149,16 +144,16 @@ def piece_noise(piece, seed, scratch):
 
     Element k of layer l takes the noise at x = k mod 512, y = (k div 512) * 512 + l.
     """
-    first_block, before = divmod(piece.start, ROUNDING_BLOCK)
-    blocks = -(-(before + piece.length) // ROUNDING_BLOCK)
-    shape = (piece.layers, blocks, ROUNDING_BLOCK)
-    noise, work = (scratch[k][: piece.layers * blocks * ROUNDING_BLOCK] for k in ("noise", "noise_work"))
+    first_block, before = divmod(piece.noise_first, ROUNDING_BLOCK)
+    layers, blocks = len(piece.layers), -(-(before + piece.length) // ROUNDING_BLOCK)
+    shape = (layers, blocks, ROUNDING_BLOCK)
+    noise, work = (scratch[k][: layers * blocks * ROUNDING_BLOCK] for k in ("noise", "noise_work"))
     device = noise.device
     x = torch.arange(ROUNDING_BLOCK, dtype=torch.int32, device=device)
     block = torch.arange(first_block, first_block + blocks, dtype=torch.int32, device=device) * ROUNDING_BLOCK
-    layer = torch.arange(piece.first_layer, piece.first_layer + piece.layers, dtype=torch.int32, device=device)
+    layer = torch.arange(piece.layers.start, piece.layers.stop, dtype=torch.int32, device=device)
     noise_2d(noise.view(shape), work.view(shape), x, layer[:, None] + block, seed)
     # each layer's noise was made in whole blocks: cut off what precedes the piece's first element and what follows its last
-    noise = noise.view(piece.layers, -1)[:, before : before + piece.length]
-    work = work[: piece.layers * piece.length].view(piece.layers, piece.length)
+    noise = noise.view(layers, -1)[:, before : before + piece.length]
+    work = work[: layers * piece.length].view(layers, piece.length)
     return noise, work
