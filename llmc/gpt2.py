@@ -13,7 +13,7 @@ import torch
 
 from llmc.backend import copy_in
 from llmc.data.order import token_order
-from llmc.distributed.sharing import Alone
+from llmc.distributed.sharing import OneRank
 from llmc.layers.adamw import TensorState, piece_noise, pieces_of, read_master, write_master
 from llmc.layers.linear import linear_layers
 from llmc.layers.residual import residual_add_inplace
@@ -74,7 +74,7 @@ class GPT2:
         self.linear, self.fcproj_linear, self.head_linear = linear_layers(self.ops, o.matmul, self.scratch)
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients") if o.trains else ({}, None)
-        self.sharing = sharing or Alone()
+        self.sharing = sharing or OneRank()
         self.parts = self.sharing.parts
         self.parts.attach(self)
         self.sharing.attach(self)

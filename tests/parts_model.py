@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ranks_model import MOST_RANKS, answer, meet, raw
 
 from llmc.config import ModelConfig
+from llmc.distributed import World
 from llmc.distributed.group import Group, split_world
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, Undivided
@@ -65,7 +66,7 @@ def build(case: Case, rank: int, world_of) -> GPT2:
     plan, sharing = Plan(o), None
     if o.world > 1:
         group, parts, whole = world_of(o.world, o.tensor_parallel)
-        sharing = Sharing(plan, group, Divided(parts) if o.tensor_parallel > 1 else Undivided(), whole)
+        sharing = Sharing(plan, group, Divided(parts) if o.tensor_parallel > 1 else Undivided(), whole, World())
     model = GPT2(plan, sharing=sharing)
     model.init_random()
     noise = np.random.default_rng(9).standard_normal(num_parameters(o.config)).astype(np.float32) * 0.05

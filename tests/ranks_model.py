@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from llmc.config import ModelConfig
+from llmc.distributed import World
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
+from llmc.distributed.tensor_parallel import Undivided
 from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -133,7 +135,7 @@ def train(case: Case, rank: int, process_group) -> dict:
     B = o.B // o.ranks
     plan = Plan(replace(o, B=B))
     group = GROUPS[case.collectives](rank, o.ranks, process_group)
-    sharing = (Forgetful if case.poisoned else Sharing)(plan, group) if o.ranks > 1 else None
+    sharing = (Forgetful if case.poisoned else Sharing)(plan, group, Undivided(), group, World()) if o.ranks > 1 else None
     model = GPT2(plan, sharing=sharing)
     model.init_random()
     between = poison if case.poisoned else lambda *_, **__: None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from llmc.distributed import World
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group, split_world
 from llmc.distributed.sharing import Sharing
@@ -51,7 +52,7 @@ def main(words):
 def build(o, data, parts, everyone) -> GPT2:
     """The model of a rank of these groups."""
     plan = Plan(o)
-    return GPT2(plan, sharing=Sharing(plan, data, Divided(parts) if parts.size > 1 else Undivided(), everyone))
+    return GPT2(plan, sharing=Sharing(plan, data, Divided(parts) if parts.size > 1 else Undivided(), everyone, World()))
 
 
 def sent_by(o, micro_steps, data, parts, everyone, computes=True) -> dict:

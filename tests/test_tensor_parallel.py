@@ -30,6 +30,7 @@ from llmc.checkpoint.snapshot import fill, load_weights, read_arena
 from llmc.checkpoint.whole import whole_tensors
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
+from llmc.distributed import World
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, sliced_classifier_inplace
@@ -345,7 +346,7 @@ def lonely(config, n, rank, parts, part, **options):
     """A rank's model whose others do not exist."""
     o = PlanOptions(config, 1, 4, kernels="numba", ranks=n, zero_stage=3 if n > 1 else 0, tensor_parallel=parts, **options)
     data, divided = Group(rank, n, sentinel.nobody), Divided(Group(part, parts, sentinel.nobody))
-    return GPT2(Plan(o), sharing=Sharing(Plan(o), data, divided, Group(0, 1)))
+    return GPT2(Plan(o), sharing=Sharing(Plan(o), data, divided, Group(0, 1), World()))
 
 
 @pytest.mark.parametrize("config, n, parts", [(CONFIG, 1, 2), (CONFIG, 1, 4), (CONFIG, 2, 2), (CONFIG, 3, 4), (HEADS, 1, 2), (HEADS, 2, 4)])

@@ -5,6 +5,7 @@ when they are waited for: a weight read too early, a gradient overwritten too ea
 changes the result. `real` are gloo's own.
 """
 
+import inspect
 from collections import Counter
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from ranks_model import CONFIG, Ranks, case, whole
 
+from llmc.distributed.sharing import OneRank, Sharing
+from llmc.distributed.tensor_parallel import Divided, Undivided
 from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import segments
 from llmc.memory.slots import LAYER_SLOTS
@@ -64,6 +67,16 @@ def put_together(parts, options, name) -> np.ndarray:
         return whole(parts, options.config)
     assert all(np.array_equal(part, parts[0]) for part in parts), f"ranks disagree on {name}"
     return parts[0]
+
+
+@pytest.mark.parametrize("one, several", [(OneRank, Sharing), (Undivided, Divided)])
+def test_the_model_makes_the_same_calls_to_one_and_to_several(one, several):
+    def calls(kind):
+        """Name -> names and defaults of its arguments."""
+        found = {name: f for name, f in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+        return {name: [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()] for name, f in found.items()}
+
+    assert calls(one).items() <= calls(several).items()
 
 
 def assert_same_bits(run, cases):

@@ -17,7 +17,7 @@ from llmc.memory.tables import SUMMED_OVER_PARTS
 from llmc.memory.tuning import LOSS, NORM, STOPS, UNDIVIDED_NORM, WRITTEN
 
 
-class Alone:
+class OneRank:
     """One rank: it holds everything, and there is nobody to wait for."""
 
     rank, size = 0, 1
@@ -97,24 +97,27 @@ class Alone:
         """The update of those arenas is done: begin to give the new weights to the ranks that need them."""
 
 
-class Sharing(Alone):
-    """One of several ranks; `plan` says how many, and the ZeRO stage.
+class Sharing:
+    """One of several ranks; `plan` says how many, and the ZeRO stage. What the calls mean is said at OneRank's, which are the same.
 
     group     Group of the ranks with the same part of the model, which share its gradients and weights
     parts     Divided, over the ranks with the same data, whose parts make up the model; or Undivided
     everyone  Group of all ranks
-    world     World whose watch is told that something long still goes on; without one, all ranks wait in collectives alone
+    world     World, which is told that something long still goes on, and waits for those that are slow
     """
 
-    def __init__(self, plan, group, parts=None, everyone=None, world=None):
-        self.options, self.group, self.parts, self.everyone = plan.options, group, parts or Undivided(), everyone or group
+    def __init__(self, plan, group, parts, everyone, world):
+        self.options, self.group, self.parts, self.everyone, self.world = plan.options, group, parts, everyone, world
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
         self._weight_groups = weight_groups(plan.options.config)
         self._sums, self._coming = {}, {}  # group -> (handle, adding, last) of its gradients; group -> handle of its weights
         self._in_slot = {}  # slot -> group whose weights it holds or is receiving
         self._spreading = []
-        self.world = world
+        self._wants_to_stop, self._checkpoints_written = False, 0
         assert self.size == plan.options.ranks
+
+    def tell_with_norm(self, *, wants_to_stop, checkpoints_written):
+        self._wants_to_stop, self._checkpoints_written = wants_to_stop, checkpoints_written
 
     @property
     def stops(self):
@@ -136,8 +139,7 @@ class Sharing(Alone):
         return sum(numbers.tolist())
 
     def attach(self, model):
-        super().attach(model)
-        self._model = model
+        self._model, self._flat = model, model.flat
         o, config, acts = self.options, model.config, model.acts
         layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.parts.rank) if o.shares else ()
         self._acts, self._layout = acts, {t.name: t for t in layout}
@@ -191,14 +193,10 @@ class Sharing(Alone):
         self.everyone.barrier()
 
     def wait_for_all(self, what):
-        if self.world:
-            self.world.wait_for_all(what)
-        else:
-            self.barrier()
+        self.world.wait_for_all(what)
 
     def moved(self):
-        if self.world:
-            self.world.moved()
+        self.world.moved()
 
     # ------------------------------------------------------------------------
     # gradients

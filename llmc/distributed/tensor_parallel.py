@@ -83,8 +83,8 @@ class Undivided:
         return logits
 
 
-class Divided(Undivided):
-    """One of several parts, given the Group of their ranks."""
+class Divided:
+    """One of several parts, given the Group of their ranks. What the calls mean is said at Undivided's, which are the same."""
 
     def __init__(self, group):
         self.group, self.rank, self.size = group, group.rank, group.size
