@@ -538,7 +538,7 @@ class GPT2:
 
     def last_tensor_states(self):
         """What tensor_states gave to the last update, but with 0 for each last_seed."""
-        return tensor_states(self.layout, XorShift(self.rng_state_last_update), XorShift(0))
+        return tensor_states(self.layout, XorShift(self.rng_state_last_update))
 
     def _weight_pieces(self):
         """Yields (tensor, piece) for all weights as the last update left them; the tensors have that update's seeds."""
@@ -584,15 +584,16 @@ class GPT2:
         return self.parts.whole_row(logits)[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
 
 
-def tensor_states(layout, seeds: XorShift, last_seeds: XorShift) -> list[TensorState]:
+def tensor_states(layout, seeds: XorShift, last_seeds: XorShift | None = None) -> list[TensorState]:
     """The tensors of a flat_layout as the update sees them, each with its rounding seed, drawn in file order as llm.c does, and the
-    seed of its last rounding."""
+    seed of its last rounding, or 0 without them."""
     return [
         TensorState(
-            t.start, t.layers, t.elements, t.parameter.decay, seed=seeds.u32(), last_seed=last_seeds.u32(), noise_first=t.noise_first
+            t.start, t.layers, t.elements, t.parameter.decay,
+            seed=seeds.u32(), last_seed=last_seeds.u32() if last_seeds else 0, noise_first=t.noise_first,
         )
         for t in layout
-    ]
+    ]  # fmt: skip
 
 
 def run_at_once(name, work):

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import inf
 
@@ -77,6 +77,12 @@ def beat_key(rank: int) -> str:
 
 def member_key(rank: int) -> str:
     return f"member/{rank}"
+
+
+def read_member(written) -> Member:
+    """The Member that is in the store, as JSON, which has no tuples."""
+    fields = json.loads(written)
+    return Member(**fields | {"processors": tuple(fields["processors"])})
 
 
 class Gone(Exception):
@@ -208,7 +214,7 @@ def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
                 f"{missing_ranks(place, store)} of {place.num_processes} did not come within {timeout_s:g} s (--timeout); {ADVICE}"
             )
     members = store.multi_get([member_key(rank) for rank in range(place.num_processes)])
-    meeting.members = tuple(Member(*who, tuple(processors)) for *who, processors in map(json.loads, members))
+    meeting.members = tuple(map(read_member, members))
 
 
 def claim(meeting: Meeting) -> None:
@@ -218,8 +224,9 @@ def claim(meeting: Meeting) -> None:
         raise Gone
     if store.add(f"claim/{place.rank}", 1) > 1:
         raise Taken(taken_sentence(place, store))
-    mine = [this_machine(), socket.gethostname(), os.getpid(), own_address_towards(meeting.address), sorted(os.sched_getaffinity(0))]
-    store.set(member_key(place.rank), json.dumps(mine))
+    address, processors = own_address_towards(meeting.address), tuple(sorted(os.sched_getaffinity(0)))
+    mine = Member(this_machine(), socket.gethostname(), os.getpid(), address, processors)
+    store.set(member_key(place.rank), json.dumps(asdict(mine)))
     store.set(beat_key(place.rank), "{}")
 
 
@@ -256,7 +263,7 @@ def taken_sentence(place: Place, store) -> str:
     who = ""
     with suppress(DistError, ValueError):
         if store.check([member_key(place.rank)]):
-            holder = Member(*json.loads(store.get(member_key(place.rank))))
+            holder = read_member(store.get(member_key(place.rank)))
             who = f" by process {holder.process} on {holder.host}"
     return (
         f"rank {place.rank} of {place.num_processes} is taken{who}; give every process a -pr of its own, "

@@ -12,7 +12,7 @@ import torch
 from llmc.distributed.group import Done
 from llmc.distributed.tensor_parallel import Undivided
 from llmc.memory.layout import flat_layout, weight_groups
-from llmc.memory.slots import layer_slot, weight_slot
+from llmc.memory.slots import gradient_slot, weight_slot
 from llmc.memory.tables import SUMMED_OVER_PARTS
 from llmc.memory.tuning import LOSS, NORM, STOPS, UNDIVIDED_NORM, WRITTEN
 
@@ -203,7 +203,7 @@ class Sharing:
 
     def clear(self, key):
         if self.stage >= 2:
-            for other in [k for k in self._sums if _gradient_slot(k) == _gradient_slot(key)]:
+            for other in [k for k in self._sums if gradient_slot(k) == gradient_slot(key)]:
                 self._take(other)
 
     def complete(self, key, adding, last):
@@ -297,7 +297,3 @@ class Sharing:
         for t in self._layout.values():
             whole = arena[t.whole_start : t.whole_start + t.layers * t.whole_elements]
             yield packed[t.all_layers].view(t.layers, -1), whole.view(t.layers, self.size, -1)[:, self.rank]
-
-
-def _gradient_slot(key):
-    return "outer" if key in ("lnf", "encoder") else layer_slot(key)

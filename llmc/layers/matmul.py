@@ -79,7 +79,7 @@ def _matmul_widened(out, a, b, room, start=None):
     """
     room, (M, K), N = room.view(-1), a.shape, b.shape[1]
     if out.dtype == room.dtype and len(room) >= M + N and (start is None or start is out):
-        _add_widened(out, a, b, room, len(room) // (M + N), start is out)
+        _add_product_widened(out, a, b, room, len(room) // (M + N), start is out)
         return
     rows, columns, depth = _piece_sizes(len(room), M, N, K)
     for i in range(0, M, rows):
@@ -88,11 +88,11 @@ def _matmul_widened(out, a, b, room, start=None):
             sums = room[: piece.numel()].view(piece.shape)
             if start is not None:
                 sums.copy_(piece if start is out else start[j : j + columns])
-            _add_widened(sums, a[i : i + rows], b[:, j : j + columns], room[piece.numel() :], depth, start is not None)
+            _add_product_widened(sums, a[i : i + rows], b[:, j : j + columns], room[piece.numel() :], depth, start is not None)
             piece.copy_(sums)
 
 
-def _add_widened(sums, a, b, room, depth, accumulate):
+def _add_product_widened(sums, a, b, room, depth, accumulate):
     """sums (fp32) = a @ b, plus what they held if `accumulate`; `depth` columns of a and rows of b are widened at a time."""
     with bf16_products(True):
         for k in range(0, a.shape[1], depth):

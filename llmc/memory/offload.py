@@ -33,7 +33,6 @@ class OffloadedResiduals:
 
     def __init__(self, plan: Plan, slots: torch.Tensor):
         self.slots = slots
-        self.last = plan.options.config.num_layers - 1
         on_gpu = slots.device.type == "cuda"
         host = allocate_host(plan.residual_bytes, self, pinned=on_gpu)
         self.host = host.view(slots.dtype).view(plan.offloaded_layers, *slots.shape[1:])

@@ -14,6 +14,11 @@ def weight_slot(key):
     return key if key == "outer" else layer_slot(key)
 
 
+def gradient_slot(key):
+    """The slot of a group of sharded gradients: see layout.gradient_groups."""
+    return "outer" if key in ("lnf", "encoder") else layer_slot(key)
+
+
 def offload_slot(l: int) -> int:
     """The slot of a layer's output, where outputs go to the host."""
     return l % OFFLOAD_SLOTS
