@@ -190,7 +190,7 @@ class GPT2:
     def layout_of(self, arena, shared=False):
         """Where the tensors lie in an arena: whole, or this rank's shares of them if the arena is sharded; if `shared`, always shares."""
         o = self.plan.options
-        ranks = o.ranks if shared else o.ranks_of(arena)
+        ranks = o.data_ranks if shared else o.ranks_of(arena)
         return flat_layout(self.config, ranks, self.sharing.rank % ranks, o.tensor_parallel, self.parts.rank)
 
     def copy_weights_to_master(self):

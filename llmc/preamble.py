@@ -60,7 +60,7 @@ def print_sizes(plan: Plan, total_batch_size: int, grad_accum_steps: int):
     print(f"num_parameters: {num_parameters(o.config)} => bytes: {parameters}")
     print(f"allocated {parameters // MIB} MiB for model parameters")
     ranks = "num_processes" if o.tensor_parallel == 1 else "groups"
-    print(f"batch_size B={o.B} * seq_len T={o.T} * {ranks}={o.ranks} and total_batch_size={total_batch_size}")
+    print(f"batch_size B={o.B} * seq_len T={o.T} * {ranks}={o.data_ranks} and total_batch_size={total_batch_size}")
     print(f"=> setting grad_accum_steps={grad_accum_steps}")
 
 
@@ -128,7 +128,7 @@ def _of_computing(s: Settings, o: PlanOptions, grad_accum_steps: int):
             f"gradients are summed over processes after each of {grad_accum_steps} micro-steps, which gives the bits of -z 2 and 3; "
             "--reduce-every-micro-step 0 does so once a step and sends less"
         )
-    if o.world == 1 and (s.server_ip or s.init_method != "mpi"):
+    if o.ranks == 1 and (s.server_ip or s.init_method != "mpi"):
         yield "note: -pi and -ps are where several processes meet, and this run is one alone; -pn says how many there are"
     if s.attention == "cudnn":
         yield "note: cuDNN's attention does not repeat its bits: two runs, or a run and its resumption, differ in the last ones"

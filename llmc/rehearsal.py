@@ -22,7 +22,7 @@ def compile_kernels(options: PlanOptions) -> None:
 
     On several cores the tiny model first runs without its kernels, to see which they are: then several are compiled at once.
     """
-    _compile(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, ranks=1, zero_stage=0, tensor_parallel=1))
+    _compile(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, data_ranks=1, zero_stage=0, tensor_parallel=1))
 
 
 @cache

@@ -123,7 +123,7 @@ def settle_graphs(s: Settings, o: PlanOptions) -> bool:
         why_not = f"torch's operators ask the host for numbers in the middle of a step; use --kernels {kernels}"
     elif widens(o):
         why_not = "torch's matmuls of widened factors take their precision from the host; use --matmul numba"
-    elif o.world > 1:
+    elif o.ranks > 1:
         why_not = "what several processes tell each other is not captured; use one process"
     elif o.offload_residual:
         why_not = "--offload-residual copies on a stream of its own, which is not captured; leave that out"
@@ -160,7 +160,7 @@ def plan_options(
         offload_optimizer=s.offload_optimizer, device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
         **({"processors": processors} if processors else {}),
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
-        ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
+        data_ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
         step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
         matmul=matmul_kind(s.matmul, kind, precision, s.kernels), factors=factor_type(kind, precision),
@@ -170,9 +170,9 @@ def plan_options(
 
 def zero_note(s: Settings, o: PlanOptions) -> list[str]:
     """A line, where -z has nothing to do: no two processes hold the same part of the model."""
-    if s.zero_stage == 0 or o.ranks > 1:
+    if s.zero_stage == 0 or o.data_ranks > 1:
         return []
-    why = "with one process" if o.world == 1 else f"where --tensor-parallel {o.tensor_parallel} takes all processes"
+    why = "with one process" if o.ranks == 1 else f"where --tensor-parallel {o.tensor_parallel} takes all processes"
     return [f"{why} ZeRO has nothing to shard: -z {s.zero_stage} is the same as -z 0"]
 
 

@@ -44,7 +44,7 @@ class Case:
 def case(ranks=1, parts=1, stage=0, *, config=CONFIG, level=1, B=SEQUENCES, precision="fp32", forms=None, keep=False, **run) -> Case:
     """Of so many ranks that form models of so many parts. Logits come in chunks of 24 rows, the last of a batch is smaller."""
     o = PlanOptions(
-        config, B, T, precision=precision, recompute=level, ranks=ranks // parts, zero_stage=stage, tensor_parallel=parts,
+        config, B, T, precision=precision, recompute=level, data_ranks=ranks // parts, zero_stage=stage, tensor_parallel=parts,
         keep_gathered=keep, head_chunk=24, kernels="numba", sample_length=4, **(forms or {}),
     )  # fmt: skip
     return Case(o, **run)
@@ -62,10 +62,10 @@ def batch(options, number):
 
 def build(case: Case, rank: int, world_of) -> GPT2:
     """This rank's model, its weights drawn, with noise in biases and layernorms too."""
-    o = replace(case.options, B=case.options.B // case.options.ranks)
+    o = replace(case.options, B=case.options.B // case.options.data_ranks)
     plan, sharing = Plan(o), None
-    if o.world > 1:
-        group, parts, whole = world_of(o.world, o.tensor_parallel)
+    if o.ranks > 1:
+        group, parts, whole = world_of(o.ranks, o.tensor_parallel)
         sharing = Sharing(plan, group, Divided(parts) if o.tensor_parallel > 1 else Undivided(), whole, World())
     model = GPT2(plan, sharing=sharing)
     model.init_random()
@@ -126,7 +126,7 @@ def train(case: Case, rank: int, world_of) -> dict:
 def own(case, rank, number):
     """This rank's sequences of a batch."""
     o = case.options
-    B, first = o.B // o.ranks, rank // o.tensor_parallel
+    B, first = o.B // o.data_ranks, rank // o.tensor_parallel
     return (tokens[first * B : (first + 1) * B] for tokens in batch(o, number))
 
 
@@ -140,7 +140,7 @@ def whole(case: Case, seen: list[dict], what="parameters") -> np.ndarray:
     for rank, mine in enumerate(seen):
         copy, part = divmod(rank, o.tensor_parallel)
         if what == "gradient":
-            flat, ranks = mine["gradient"].view(np.int32), o.ranks if o.shares else 1
+            flat, ranks = mine["gradient"].view(np.int32), o.data_ranks if o.shares else 1
         else:
             flat, ranks = mine["flat"][what], o.ranks_of(what)
         out, padding = np.zeros(len(written), flat.dtype) if out is None else out, np.ones(len(flat), bool)

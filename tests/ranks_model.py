@@ -52,7 +52,7 @@ class Case:
 
 def case(ranks=1, stage=0, *, kernels="torch", layers=3, level=1, config=CONFIG, forms=None, **run) -> Case:
     config = replace(config, num_layers=layers)
-    options = PlanOptions(config, SEQUENCES, config.max_seq_len, kernels=kernels, recompute=level, sample_length=4, ranks=ranks,
+    options = PlanOptions(config, SEQUENCES, config.max_seq_len, kernels=kernels, recompute=level, sample_length=4, data_ranks=ranks,
                           zero_stage=stage, **(forms or {"precision": "fp32"}))  # fmt: skip
     return Case(options, **run)
 
@@ -132,10 +132,10 @@ def train(case: Case, rank: int, process_group) -> dict:
     """What this rank sees: losses, norms and bytes sent of each step, evaluations and samples between them, the first gradient, and all
     arenas at the end."""
     o, accumulation = case.options, case.accumulation
-    B = o.B // o.ranks
+    B = o.B // o.data_ranks
     plan = Plan(replace(o, B=B))
-    group = GROUPS[case.collectives](rank, o.ranks, process_group)
-    sharing = (Forgetful if case.poisoned else Sharing)(plan, group, Undivided(), group, World()) if o.ranks > 1 else None
+    group = GROUPS[case.collectives](rank, o.data_ranks, process_group)
+    sharing = (Forgetful if case.poisoned else Sharing)(plan, group, Undivided(), group, World()) if o.data_ranks > 1 else None
     model = GPT2(plan, sharing=sharing)
     model.init_random()
     between = poison if case.poisoned else lambda *_, **__: None
@@ -222,7 +222,7 @@ class Ranks:
             if problem:
                 self.stop()
                 raise AssertionError(problem)
-        return [[answers[rank][i] for rank in range(case.options.world)] for i, case in enumerate(cases)]
+        return [[answers[rank][i] for rank in range(case.options.ranks)] for i, case in enumerate(cases)]
 
     def _start(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -245,7 +245,7 @@ class Ranks:
 def serve(rank, store, pipe):
     meet(rank, store)
     groups = {n: dist.new_group(range(n)) for n in range(1, MOST_RANKS + 1)}
-    answer(pipe, rank, lambda case: train(case, rank, groups[case.options.ranks]))
+    answer(pipe, rank, lambda case: train(case, rank, groups[case.options.data_ranks]))
 
 
 def meet(rank, store):
@@ -265,6 +265,6 @@ def answer(pipe, rank, work):
         except EOFError:
             return
         try:
-            pipe.send([work(case) if rank < case.options.world else None for case in cases])
+            pipe.send([work(case) if rank < case.options.ranks else None for case in cases])
         except Exception:
             pipe.send(traceback.format_exc())

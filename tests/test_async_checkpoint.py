@@ -429,7 +429,7 @@ def test_the_copy_is_planned_to_the_byte(o, tmp_path):
 @pytest.mark.parametrize("ranks, stage", list(product((2, 4), (0, 1, 2, 3))))
 def test_every_rank_plans_what_it_writes(o, ranks, stage):
     """m, v and master, or its share of them from stage 1 on; the weights are rank 0's to write, whole at any stage."""
-    o = replace(o, ranks=ranks, zero_stage=stage, async_checkpoint=True)
+    o = replace(o, data_ranks=ranks, zero_stage=stage, async_checkpoint=True)
     state = 4 * (2 if o.master == "none" else 3) * N // (ranks if stage else 1)
     for rank in range(ranks):
         plan = Plan(replace(o, rank=rank))

@@ -218,7 +218,7 @@ def test_the_largest_batch_may_lie_as_far_beyond_as_a_card_has_processors():
 @pytest.mark.parametrize("sequences", [4, 6, 12])
 def test_the_largest_batch_may_be_a_whole_step_s_where_ranks_sum_every_micro_step_of_several(sequences):
     """Two ranks keep such sums from one micro-step to the next, which a step of one does not need: one sequence may need more than many."""
-    o = PlanOptions(D12, 1, 64, ranks=2, reduce_every_micro_step=True, step_sequences=sequences)
+    o = PlanOptions(D12, 1, 64, data_ranks=2, reduce_every_micro_step=True, step_sequences=sequences)
     totals = {B: total(o, B=B) for B in range(1, 20)}
     assert totals[sequences - 1] > totals[sequences], "else this tests nothing"
     for budget in (min(totals.values()) - 1, totals[sequences] - 1, totals[sequences], totals[1] - 1, totals[1], totals[sequences - 1] - 1):
@@ -232,7 +232,7 @@ def test_the_largest_batch_may_be_a_whole_step_s_where_ranks_sum_every_micro_ste
 
 
 def test_a_whole_step_that_no_shard_holds_is_not_taken_for_one_sequence_that_does_not_fit():
-    o = PlanOptions(D12, 1, 64, ranks=2, reduce_every_micro_step=True, step_sequences=4)
+    o = PlanOptions(D12, 1, 64, data_ranks=2, reduce_every_micro_step=True, step_sequences=4)
     budget = total(o, B=4)
     assert choose_batch(o, budget, 4)[0] == 4 and total(o, B=1) > budget
     with pytest.raises(NotEnoughMemory, match="not even -b 1"):

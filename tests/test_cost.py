@@ -127,7 +127,7 @@ def test_parts_of_a_model_share_its_flops(parts, level):
 
 def test_ranks_with_data_of_their_own_take_as_many_flops_as_one_alone():
     for stage in range(4):
-        assert step_cost(PlanOptions(D12, 4, 768, ranks=8, zero_stage=stage)).flops == step_cost(PlanOptions(D12, 4, 768)).flops
+        assert step_cost(PlanOptions(D12, 4, 768, data_ranks=8, zero_stage=stage)).flops == step_cost(PlanOptions(D12, 4, 768)).flops
 
 
 # ----------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_step_is_its_micro_steps_and_one_update(form, update_bytes, level):
 @pytest.mark.parametrize("form, update_bytes", FORMS)
 def test_the_update_of_a_rank_moves_its_share(form, update_bytes, stage, share):
     """Of 8 ranks with 2 parts each the norm reads an eighth of a part's gradients at every stage; from stage 1 on the update is of one."""
-    o = PlanOptions(D12, 4, 768, ranks=8, zero_stage=stage, tensor_parallel=2, **form)
+    o = PlanOptions(D12, 4, 768, data_ranks=8, zero_stage=stage, tensor_parallel=2, **form)
     n, grad = num_parameters(D12, 2), 4 if o.gradients == "fp32" else 2
     assert update_bytes_of(o) == n // 8 * grad + n // share * (update_bytes - grad)
 

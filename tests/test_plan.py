@@ -396,7 +396,8 @@ def test_each_form_has_its_own_working_room_and_no_other(config, B, T):
 @pytest.mark.parametrize("config, B, T, changes", [
     (TINY, 4, 32, {}), (ODD, 3, 37, {"recompute": 0, "precision": "fp32"}),
     (ODD, 2, 20, {"recompute": 6, "kernels": "numba", "matmul": "numba"}),
-    (TINY, 4, 32, {"recompute": 3, "ranks": 2, "zero_stage": 3}), (TINY, 4, 32, {"recompute": 5, "ranks": 2, "tensor_parallel": 2}),
+    (TINY, 4, 32, {"recompute": 3, "data_ranks": 2, "zero_stage": 3}),
+    (TINY, 4, 32, {"recompute": 5, "data_ranks": 2, "tensor_parallel": 2}),
 ])  # fmt: skip
 def test_each_byte_of_the_activations_counts_for_the_first_part_that_uses_it(config, B, T, changes):
     """Byte by byte: kept before shared before head before what is gathered; all others are scratch, gaps too."""
@@ -447,7 +448,7 @@ SHARES = {
 def test_ranks_have_room_for_what_their_stage_gathers_and_no_other(stage):
     """Weights that are gathered are there for a sample as for a step, apart from all that it works in."""
     for level in LEVELS:
-        plan = Plan(options(TINY, 4, 32, recompute=level, ranks=2, zero_stage=stage))
+        plan = Plan(options(TINY, 4, 32, recompute=level, data_ranks=2, zero_stage=stage))
         assert {t.name for t in plan.tensors.values() if t.purpose == "gathered"} == SHARES[stage]
         sampled = [t for t in plan.tensors.values() if t.purpose == "sample" or t.name == "logits"]
         for weights in (plan.tensors[name] for name in SHARES[stage] if name.endswith("_weights")):
@@ -558,7 +559,7 @@ def test_arenas_are_the_parameters_times_their_bytes():
 
 
 @pytest.mark.parametrize("forms", [
-    {}, {"master": "bits16"}, {"master": "none", "optimizer_state": "bf16"}, {"precision": "fp32"}, {"ranks": 4, "zero_stage": 1},
+    {}, {"master": "bits16"}, {"master": "none", "optimizer_state": "bf16"}, {"precision": "fp32"}, {"data_ranks": 4, "zero_stage": 1},
     {"offload_residual": True, "async_checkpoint": True},
 ])  # fmt: skip
 def test_an_offloaded_optimizer_is_in_host_memory_and_all_else_stays(forms):

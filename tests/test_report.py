@@ -212,7 +212,7 @@ TOLD = {
     "master": ("master", "bits16"), "optimizer_state": ("optimizer_state", "bf16"), "grad_dtype": ("grad_dtype", "fp32"),
     "offload_residual": ("offload_residual", True), "offload_optimizer": ("offload_optimizer", True), "device": ("device", "cpu"),
     "kernels": ("kernels", "torch"), "gelu_fusion": ("gelu_fusion", 3), "attention": ("attention", "flash"),
-    "head_chunk": ("head_chunk", 3), "sample_length": ("sample_length", 9), "ranks": ("ranks", 5), "zero_stage": ("zero_stage", 2),
+    "head_chunk": ("head_chunk", 3), "sample_length": ("sample_length", 9), "data_ranks": ("ranks", 5), "zero_stage": ("zero_stage", 2),
     "tensor_parallel": ("tensor_parallel", 5), "matmul": ("matmul", "fp8"), "factors": ("factors", "fp32"),
     "step_sequences": ("sequences_per_step", 6),
     "reduce_every_micro_step": ("reduce_every_micro_step", True), "keep_gathered": ("tp_recompute_allgather", False),
@@ -366,9 +366,9 @@ def test_not_enough_memory_where_no_flag_helps_says_what_would():
 # several ranks
 
 RANKS = (
-    PlanOptions(D12, 4, 1024, recompute=2, device="cuda", ranks=8, zero_stage=1),
-    PlanOptions(D12, 4, 1024, recompute=1, device="cuda", ranks=64, zero_stage=3, tensor_parallel=4),
-    PlanOptions(CONFIG, 2, 64, ranks=3),
+    PlanOptions(D12, 4, 1024, recompute=2, device="cuda", data_ranks=8, zero_stage=1),
+    PlanOptions(D12, 4, 1024, recompute=1, device="cuda", data_ranks=64, zero_stage=3, tensor_parallel=4),
+    PlanOptions(CONFIG, 2, 64, data_ranks=3),
     PlanOptions(CONFIG, 2, 64, kernels="numba", tensor_parallel=2, master="bits16", keep_gathered=True),
 )
 NETWORKS = (Network(), Network(400.0), Network(400.0, 3600.0, 8))
@@ -396,7 +396,7 @@ def test_columns_and_tensors_of_a_rank_add_up_to_what_it_allocates(o):
 def test_json_has_what_each_level_sends_and_how_long_that_takes(o, network, budget):
     told = plan_json(o, 3, budget, network)
     assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert (told["ranks"], told["zero_stage"], told["tensor_parallel"]) == (o.world, o.zero_stage, o.tensor_parallel)
+    assert (told["ranks"], told["zero_stage"], told["tensor_parallel"]) == (o.ranks, o.zero_stage, o.tensor_parallel)
     for row in told["levels"]:
         mine = replace(o, recompute=row["recompute"])
         sent = step_traffic(mine, 3)
@@ -454,7 +454,7 @@ def test_the_block_below_the_table_prints_the_numbers_of_the_json(o, network, bu
 
 
 def test_what_goes_on_beside_computing_is_said_in_words():
-    o = PlanOptions(D12, 4, 1024, ranks=8)
+    o = PlanOptions(D12, 4, 1024, data_ranks=8)
     said = {stage: plan_table(replace(o, zero_stage=stage), network=Network()) for stage in range(4)}
     assert all("gradients of layers are summed while backward goes on below them" in text for text in said.values())
     come = {stage: re.findall("weights of layers come while the (.*)", text) for stage, text in said.items()}
@@ -487,7 +487,7 @@ def test_a_plan_that_does_not_fit_says_so_and_what_would_help():
 
 
 def test_not_enough_memory_says_nothing_of_what_ranks_send():
-    o = PlanOptions(D12, 16, 1024, device="cuda", ranks=8, zero_stage=3)
+    o = PlanOptions(D12, 16, 1024, device="cuda", data_ranks=8, zero_stage=3)
     assert "sent by" not in not_enough_memory(NotEnoughMemory("", o, 4 << 30, 3))
 
 
@@ -501,8 +501,8 @@ THOUSAND = (
 
 
 def test_a_thousand_ranks_are_planned_for_on_one_machine():
-    o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, recompute=2, device="cuda", ranks=128, zero_stage=3, tensor_parallel=8,
-                    reduce_every_micro_step=True)  # fmt: skip
+    o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, recompute=2, device="cuda", data_ranks=128, zero_stage=3,
+                    tensor_parallel=8, reduce_every_micro_step=True)  # fmt: skip
     network = Network(400.0, 3600.0, 8)
     out = ran(THOUSAND)
     assert out == plan_table(o, 1, H100, network) + "\n"

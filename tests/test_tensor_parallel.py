@@ -179,7 +179,7 @@ def test_zero_stages_give_the_same_bits_on_four_ranks_of_two_parts(ranks, form):
         np.testing.assert_allclose(four["losses"], seen[0]["losses"], rtol=tolerance)
         np.testing.assert_allclose(four["norms"], seen[0]["norms"], rtol=8 * tolerance)
     for run, seen in zip(cases, answers):
-        o = replace(run.options, B=run.options.B // run.options.ranks)
+        o = replace(run.options, B=run.options.B // run.options.data_ranks)
         assert all(mine["arenas"] == Plan(o).arenas for mine in seen)
 
 
@@ -344,7 +344,7 @@ def test_files_are_read_whole_or_piece_by_piece_to_the_same_arena(config, n, par
 
 def lonely(config, n, rank, parts, part, **options):
     """A rank's model whose others do not exist."""
-    o = PlanOptions(config, 1, 4, kernels="numba", ranks=n, zero_stage=3 if n > 1 else 0, tensor_parallel=parts, **options)
+    o = PlanOptions(config, 1, 4, kernels="numba", data_ranks=n, zero_stage=3 if n > 1 else 0, tensor_parallel=parts, **options)
     data, divided = Group(rank, n, sentinel.nobody), Divided(Group(part, parts, sentinel.nobody))
     return GPT2(Plan(o), sharing=Sharing(Plan(o), data, divided, Group(0, 1), World()))
 

@@ -33,15 +33,15 @@ def case(ranks=1, parts=1, stage=0, *, layers=3, level=1, keep=False, config=CON
     """Of `ranks` in all, which form models of so many parts. Logits come in chunks, the last of which is smaller."""
     return PlanOptions(
         replace(config, num_layers=layers), B, config.max_seq_len, precision=precision, recompute=level, head_chunk=12, sample_length=4,
-        ranks=ranks // parts, zero_stage=stage, tensor_parallel=parts, keep_gathered=keep, kernels="numba" if parts > 1 else "torch",
+        data_ranks=ranks // parts, zero_stage=stage, tensor_parallel=parts, keep_gathered=keep, kernels="numba" if parts > 1 else "torch",
         **forms,
     )  # fmt: skip
 
 
 def counted(o, micro_steps=1) -> Counter:
     """(among, kind) -> bytes that a step of a real model asks to send. test_real_ranks_send_what_is_planned has those that compute."""
-    data, parts = Counting(o.ranks), Counting(o.tensor_parallel)
-    return flat(sent_by(o, micro_steps, data, parts, data if o.tensor_parallel == 1 else Counting(o.world), computes=False))
+    data, parts = Counting(o.data_ranks), Counting(o.tensor_parallel)
+    return flat(sent_by(o, micro_steps, data, parts, data if o.tensor_parallel == 1 else Counting(o.ranks), computes=False))
 
 
 def flat(sent: dict) -> Counter:
@@ -245,6 +245,8 @@ def test_a_ring_is_as_fast_as_its_way_between_machines(ranks, parts, machine, da
 
 def test_a_thousand_ranks_are_as_quick_to_plan_as_two():
     """Only the counts depend on them, and micro-steps are not walked one by one."""
-    o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, device="cuda", ranks=128, zero_stage=3, tensor_parallel=8, recompute=6)
+    o = PlanOptions(
+        config_from_descriptor("gpt3:c12288"), 1, 2048, device="cuda", data_ranks=128, zero_stage=3, tensor_parallel=8, recompute=6
+    )
     few, more, most = (purposes(o, micro_steps)["weights of layers"] for micro_steps in (2, 3, 10**6))
     assert most - few == (more - few) * (10**6 - 2)

@@ -253,7 +253,7 @@ def expected_sent(one) -> dict:
     """
     o, A = one.options, one.accumulation
     P, G = (num_parameters(o.config) * DTYPE_BYTES[t] for t in (o.precision, o.gradients))
-    sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 or o.step_sequences else 1)}
+    sent = {"all-gather": 4 * RANK_NUMBERS * o.data_ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 or o.step_sequences else 1)}
     if o.zero_stage == 0:
         sent["all-gather"] += G
     elif o.zero_stage < 3:
@@ -261,8 +261,8 @@ def expected_sent(one) -> dict:
     else:
         sent["all-gather"] += DTYPE_BYTES[o.precision] * (A * o.outer_elements + fetched_layers(o, A) * o.layer_elements)
     if not o.shares:
-        sent = {"all-gather": 4 * RANK_NUMBERS * o.ranks, "all-reduce": 2 * G}
-    return {kind: n_bytes // o.ranks * (o.ranks - 1) for kind, n_bytes in sent.items()}
+        sent = {"all-gather": 4 * RANK_NUMBERS * o.data_ranks, "all-reduce": 2 * G}
+    return {kind: n_bytes // o.data_ranks * (o.data_ranks - 1) for kind, n_bytes in sent.items()}
 
 
 def fetched_layers(o, A) -> int:

@@ -114,7 +114,7 @@ class Sharing:
         self._in_slot = {}  # slot -> group whose weights it holds or is receiving
         self._spreading = []
         self._wants_to_stop, self._checkpoints_written = False, 0
-        assert self.size == plan.options.ranks
+        assert self.size == plan.options.data_ranks
 
     def tell_with_norm(self, *, wants_to_stop, checkpoints_written):
         self._wants_to_stop, self._checkpoints_written = wants_to_stop, checkpoints_written
@@ -263,11 +263,11 @@ class Sharing:
         mine[STOPS] = float(self._wants_to_stop)
         mine[WRITTEN] = float(self._checkpoints_written)
         self.everyone.gather_shares([numbers.view(-1)]).wait()
-        wide = numbers.double().view(o.ranks, o.tensor_parallel, -1)  # few, and summed in order: the same on every rank
+        wide = numbers.double().view(o.data_ranks, o.tensor_parallel, -1)  # few, and summed in order: the same on every rank
         loss_sum.copy_(wide[:, 0, LOSS].sum())
         if o.shares or o.tensor_parallel > 1:
             # squares add up over the shares of the gradient, or one rank has all of it, and over parts; what all parts have counts once
-            wide = wide[: o.ranks if o.shares else 1].square()
+            wide = wide[: o.data_ranks if o.shares else 1].square()
             whole, undivided = wide[:, :, NORM], wide[:, :, UNDIVIDED_NORM]
             grad_norm.copy_(((whole - undivided).sum() + undivided[:, 0].sum()).sqrt())
 

@@ -160,10 +160,10 @@ def _rank_rows(o: PlanOptions):
 
     With tensor parallelism: one buffer for the stream of all parts, wherever a matmul needs it; and a layer's tensor, for a checkpoint.
     """
-    if o.world == 1:
+    if o.ranks == 1:
         return
     update = ("update", "update")
-    yield "rank_numbers", "scratch", f"{o.world} {RANK_NUMBERS}", "fp32", update
+    yield "rank_numbers", "scratch", f"{o.ranks} {RANK_NUMBERS}", "fp32", update
     if o.tensor_parallel > 1:
         yield "stream", "gathered", "B T C", "act", STEP
         yield "own_inputs", "gathered", "B T", "int64", ("encoder", "encoder")
@@ -171,7 +171,7 @@ def _rank_rows(o: PlanOptions):
         biggest = max(4 * o.config.channels // o.tensor_parallel, 3 * o.heads * o.config.head_size) * o.config.channels
         yield "whole_tensor", "gathered", str(biggest * o.tensor_parallel), "fp32", update
         yield "part_tensor", "gathered", str(biggest), "fp32", update
-    if o.ranks == 1:
+    if o.data_ranks == 1:
         return
     layer, outer = o.layer_elements, o.outer_elements
     if o.zero_stage >= 3:
@@ -181,7 +181,7 @@ def _rank_rows(o: PlanOptions):
         yield "layer_gradients", "gathered", f"{LAYER_SLOTS} {layer}", "grad", ("lnf_backward", "encoder_backward")
         # with one fcprojb, whose gradient the last layernorm computes
         yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
-    share = str(o.num_parameters // o.ranks)
+    share = str(o.num_parameters // o.data_ranks)
     if o.trains and o.zero_stage < 2 and o.shares:
         # if micro-steps are summed into it, it must survive them
         yield "gradient_share", "gathered", share, "grad", ("encoder", "update") if o.reduces_always else update

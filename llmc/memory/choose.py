@@ -215,7 +215,7 @@ def _way(options: PlanOptions, plan: Plan, total_sequences: int, halvings: int) 
     """The Way from what these options say to a plan that fits, whose B was halved that often."""
     changed, flags, price, cost = plan.options, [], [], 0.0
     if changed.B != options.B:
-        flags.append(f"-b {changed.B} -d {total_sequences * options.T * options.ranks}")
+        flags.append(f"-b {changed.B} -d {total_sequences * options.T * options.data_ranks}")
         price.append(f"{total_sequences // changed.B} micro-steps a step")
         cost += HALF_BATCH_COST * halvings
     if changed.recompute != options.recompute:

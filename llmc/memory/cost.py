@@ -133,7 +133,7 @@ def _update_bytes(o) -> int:
 
     With several ranks, each takes the norm of its share where gradients are summed in shares, and from ZeRO stage 1 on updates its share.
     """
-    normed, updated = o.num_parameters // (o.ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
+    normed, updated = o.num_parameters // (o.data_ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
     weights = DTYPE_BYTES[o.precision] * (1 if o.keeps_master else 2)
     state = 0 if o.offload_optimizer else optimizer_traffic(o)
     return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * weights + state

@@ -33,9 +33,9 @@ class PlanOptions:
     attention: str = ""  # cpu | flash | cudnn | efficient | triton; empty: the device's default
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
-    ranks: int = 1  # that train on different data
+    data_ranks: int = 1  # ranks that train on different data
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
-    tensor_parallel: int = 1  # parts of the model, one process each: there are ranks x tensor_parallel processes
+    tensor_parallel: int = 1  # parts of the model, one process each: there are data_ranks x tensor_parallel ranks
     matmul: str = "native"  # torch's; on a CPU also numba, or widened: torch's in fp32, of bf16 factors; on a GPU also fp8, of layers
     factors: str = ""  # bf16 | fp32: the type that numba's kernels multiply; empty: as the weights
     step_sequences: int = 0  # sequences of each rank in a step; more than B make several micro-steps
@@ -127,29 +127,29 @@ class PlanOptions:
     def checkpoint_file_bytes(self) -> int:
         """Bytes of a checkpoint's model and state files, of all ranks, but for headers and the order of the data."""
         parameters = num_parameters(self.config)
-        states = self.ranks * (parameters // self.ranks_of("m")) * DTYPE_BYTES["fp32"] * len(self.state_tensors)
+        states = self.data_ranks * (parameters // self.ranks_of("m")) * DTYPE_BYTES["fp32"] * len(self.state_tensors)
         return parameters * DTYPE_BYTES[self.precision] + states
 
     def ranks_of(self, arena: str) -> int:
         """Over how many ranks an arena with one number for each parameter is sharded."""
-        return self.ranks if self.zero_stage >= SHARDED_FROM[arena] else 1
+        return self.data_ranks if self.zero_stage >= SHARDED_FROM[arena] else 1
 
     @property
     def shares(self) -> bool:
         """Whether several ranks sum the gradient in equal shares; else, which only stage 0 allows, they sum it whole."""
-        return self.ranks > 1 and divides(self.config, self.ranks, self.tensor_parallel)
+        return self.data_ranks > 1 and divides(self.config, self.data_ranks, self.tensor_parallel)
 
     @property
     def reduces_always(self) -> bool:
         """Whether ranks sum the gradients of every micro-step, and add up these sums; else each adds up a step's before they are summed."""
         if self.zero_stage >= SHARDED_FROM["gradients"]:
-            return self.ranks > 1
+            return self.data_ranks > 1
         return self.reduce_every_micro_step and self.shares and self.step_sequences > self.B
 
     @property
-    def world(self) -> int:
+    def ranks(self) -> int:
         """Ranks in all."""
-        return self.ranks * self.tensor_parallel
+        return self.data_ranks * self.tensor_parallel
 
     @property
     def heads(self) -> int:

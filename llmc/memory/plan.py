@@ -84,7 +84,7 @@ class Plan:
         }  # fmt: skip
         ranges, covered = [], 0
         for part, purposes in ARENA_PARTS.items():
-            if part == "gathered" and self.options.world == 1:
+            if part == "gathered" and self.options.ranks == 1:
                 continue
             ranges += [(t.offset, t.offset + t.nbytes) for t in self.tensors.values() if t.purpose in purposes]
             so_far = a["activations"] if part == "scratch" else bytes_covered(ranges)

@@ -111,8 +111,8 @@ def describe(o: PlanOptions) -> str:
         forms.append("optimizer state in host memory")
     if o.async_checkpoint:
         forms.append("checkpoints written beside training")
-    if o.world > 1:
-        forms.append(f"one of {o.world} ranks, ZeRO stage {o.zero_stage}")
+    if o.ranks > 1:
+        forms.append(f"one of {o.ranks} ranks, ZeRO stage {o.zero_stage}")
     if o.tensor_parallel > 1:
         forms.append(f"tensor parallel in {o.tensor_parallel} parts")
     return f"{o.config}, B={o.B} T={o.T}, {', '.join(forms)}"
@@ -135,7 +135,7 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
         before = NOT_KEPT[level]
     lines = in_columns((heads, *rows), numbers=range(len(heads) - 1))
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
-    sent = ["", *traffic_lines(options, asked, budget, network)] if options.world > 1 and network and options.trains else []
+    sent = ["", *traffic_lines(options, asked, budget, network)] if options.ranks > 1 and network and options.trains else []
     title = f"memory plan in MiB: {describe(options)}"
     return "\n".join([title, "", *lines, "", *legend(columns, options.trains), "", *_footer(options, asked, budget), *sent])
 
@@ -214,7 +214,7 @@ def options_json(o: PlanOptions) -> dict:
         "kernels": o.kernel_set, "attention": o.attention_kind, "gelu_fusion": o.gelu_fusion, "sample_length": o.sample_length,
         "processors": o.processors if o.device == "cuda" else None, "sequences_per_step": max(o.B, o.step_sequences), "rank": o.rank,
         "offload_residual": o.offload_residual, "offload_optimizer": o.offload_optimizer, "head_chunk": o.head_chunk,
-        "async_checkpoint": o.async_checkpoint, "ranks": o.world, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
+        "async_checkpoint": o.async_checkpoint, "ranks": o.ranks, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,
         "tp_recompute_allgather": int(not o.keep_gathered), "reduce_every_micro_step": int(o.reduce_every_micro_step),
     }  # fmt: skip
 

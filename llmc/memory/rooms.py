@@ -160,7 +160,7 @@ def update_room(o: PlanOptions) -> int:
 
 def norm_partials(o: PlanOptions) -> int:
     """Partial sums of the global norm of this rank's gradient: one per piece, summed in order."""
-    return -(-(o.num_parameters // (o.ranks if o.shares else 1)) // TUNING[o.device].update_elements)
+    return -(-(o.num_parameters // (o.data_ranks if o.shares else 1)) // TUNING[o.device].update_elements)
 
 
 def attention_library_bytes(o: PlanOptions) -> int:

@@ -72,12 +72,12 @@ class Network:
         parts = o.tensor_parallel
         size, here = {
             "parts": (parts, gcd(parts, self.machine)),
-            "data": (o.ranks, max(1, self.machine // parts)),
-            "all": (o.world, self.machine),
+            "data": (o.data_ranks, max(1, self.machine // parts)),
+            "all": (o.ranks, self.machine),
         }[among]
         if not self.inside:
             return self.link
-        return self.inside if o.world <= self.machine or size == here else min(self.inside, here * self.link)
+        return self.inside if o.ranks <= self.machine or size == here else min(self.inside, here * self.link)
 
     def ms(self, o: PlanOptions, sent: Sent) -> float | None:
         """How long a rank is busy sending that; None where the speed is unknown."""
@@ -111,10 +111,10 @@ def _gradients(o, grad_accum_steps):
         if o.tensor_parallel > 1:
             alike = [ring(n_bytes[name], o.tensor_parallel, 2) for name in names if name in SUMMED_OVER_PARTS]
             yield "gradients all parts have", "all-reduce", times * sum(alike)
-        if o.ranks == 1:
+        if o.data_ranks == 1:
             continue
         purpose = "gradients of the embedding" if key == "encoder" else "gradients of layers"
-        one_pass = sum(ring(n_bytes[name], o.ranks) for name in names)
+        one_pass = sum(ring(n_bytes[name], o.data_ranks) for name in names)
         if not o.shares:
             yield purpose, "all-reduce", times * 2 * one_pass
             continue
@@ -131,7 +131,7 @@ def _weights(o, grad_accum_steps):
     times = _fetches(o, grad_accum_steps) if o.zero_stage == 3 else dict.fromkeys(groups, 1)
     for key, group in groups.items():
         purpose = "weights outside layers" if key == "outer" else "weights of layers"
-        yield purpose, "all-gather", times[key] * sum(ring(n_bytes[name], o.ranks) for name, _ in group)
+        yield purpose, "all-gather", times[key] * sum(ring(n_bytes[name], o.data_ranks) for name, _ in group)
 
 
 def _fetches(o, grad_accum_steps) -> Counter:
@@ -215,5 +215,5 @@ def _gathers_and_sums(o, stages) -> tuple[int, int]:
 
 def _numbers(o, _):
     """The numbers that all ranks tell one another once a step."""
-    if o.world > 1:
-        yield "loss and norm", "all-gather", ring(o.world * RANK_NUMBERS * DTYPE_BYTES["fp32"], o.world)
+    if o.ranks > 1:
+        yield "loss and norm", "all-gather", ring(o.ranks * RANK_NUMBERS * DTYPE_BYTES["fp32"], o.ranks)
