@@ -135,9 +135,9 @@ def open_backend(device: str, threads: int, tf32: bool, matmul: str = "auto") ->
 
     matmul  the library for a GPU's matmuls without a bias, a key of MATMUL_LIBRARY; anything else is for a CPU, and ignored here
     """
-    # read when torch first opens cuBLAS; without it deterministic matmuls are refused
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "32768")  # KiB; its 1 MiB by default rules out the fastest matmuls with a bias
+    # read when torch first opens cuBLAS. What a shell has there does not count: which matmuls run, and so their last bits, depends on it
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it deterministic matmuls are refused
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "32768"  # KiB; its 1 MiB by default rules out the fastest matmuls with a bias
     import torch
 
     torch.set_grad_enabled(False)

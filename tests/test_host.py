@@ -1,5 +1,6 @@
 """How much of a machine a process may use: its control groups' limits, and a system that has none of Linux's files."""
 
+import os
 import subprocess
 import sys
 from math import inf
@@ -82,6 +83,14 @@ def test_threads_are_as_many_as_get_a_whole_processor(plain_torch, monkeypatch, 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     open_backend("cpu", 0, True)
     assert asked == [usable, 5]
+
+
+def test_a_shell_s_workspaces_do_not_decide_which_matmuls_run(plain_torch, monkeypatch):
+    """Else the same command would have other last bits in another shell, and be slow in one."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1")
+    open_backend("cpu", 1, True)
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["CUBLASLT_WORKSPACE_SIZE"]) == (":4096:8", "32768")
 
 
 @pytest.mark.parametrize("bound, quota, threads", [
