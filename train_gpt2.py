@@ -23,6 +23,7 @@ host side     llmc/: data/, checkpoint/, schedulers, outlier, clock, sampler, lo
 import io
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -47,8 +48,8 @@ from llmc.distributed import (
 )  # fmt: skip
 from llmc.distributed.place import find_place
 from llmc.errors import (
-    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, NotEnoughMemory, RankLost, UserError, code_of_os_error, end_with,
-    fill_closed_streams, is_out_of_memory, leave, tell_lost_output,
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, Interrupted, NotEnoughMemory, RankLost, UserError, code_of_os_error,
+    end_with, fill_closed_streams, interrupt_code, is_out_of_memory, leave, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, format_help, parse, check_contradictions
@@ -105,7 +106,7 @@ def main(argv=None) -> int:
             stop = train(settings)
             if stop.lost_output:
                 return tell_lost_output(stop.lost_output)
-            if stop.interrupted:
+            if stop.number == signal.SIGINT:
                 return INTERRUPT_CODE
         print(end="", flush=True)  # here, where a failure is ours to name
         return 0
@@ -115,8 +116,8 @@ def main(argv=None) -> int:
         return end_with(f"error: {error}\n\n{not_enough_memory(error)}", MEMORY_CODE)
     except RankLost as error:
         return end_with("" if error.said_elsewhere else f"error: {error}", error.code)
-    except KeyboardInterrupt:
-        return end_with("interrupted before the first step; no checkpoint has changed", INTERRUPT_CODE)
+    except KeyboardInterrupt as error:
+        return end_with("interrupted before the first step; no checkpoint has changed", interrupt_code(error))
     except ModuleNotFoundError as error:
         advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
         return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", INPUT_CODE)
@@ -333,7 +334,7 @@ def encode_prompt(s: Settings, tokenizer, shard: str) -> list[int]:
     if tokenizer is None:
         raise UserError(
             "--prompt needs the tokenizer that the data were made with, and there is no gpt2_tokenizer.bin of this model's vocabulary "
-            "here or beside the training data; name it with --tokenizer"
+            "here or beside the data; name it with --tokenizer"
         )
     tokens = tokenizer.encode(s.prompt, like=first_tokens(shard))
     if len(tokens) + 2 > s.sample_length:
@@ -545,7 +546,8 @@ def loop(run: Run):
             launched = None
         if stopping and step == 0 and not run.model.sharing.anybody(stop.lost_output is not None):
             end_on_failure(run)
-            end_alike(run, KeyboardInterrupt("interrupted"), INTERRUPT_CODE)  # nothing is trained that a checkpoint could keep
+            interrupted = Interrupted(stop.number or signal.SIGTERM)  # nothing is trained that a checkpoint could keep
+            end_alike(run, interrupted, interrupted.code)
         if last or stopping:
             break
         launched = step_ahead(run, clock, step, launched)

@@ -19,6 +19,19 @@ class UserError(Exception):
     """
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run before its first step. code: what a shell reports for it, 130 for SIGINT."""
+
+    def __init__(self, number: int):
+        super().__init__("interrupted")
+        self.code = 128 + number
+
+
+def interrupt_code(error: KeyboardInterrupt) -> int:
+    """The exit code that it leads to."""
+    return error.code if isinstance(error, Interrupted) else INTERRUPT_CODE
+
+
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 WHAT_TO_DO = {
     **dict.fromkeys(FULL_DISK, "make room"),

@@ -212,7 +212,7 @@ GROUPS = {
                 "type of weights and activations; auto follows the model file and the device"),
         Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
         Flag((), "tokenizer", str, "", "FILE",
-             "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the training data"),
+             "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the data"),
         _choice((), "cuda-graph", "auto", ("0", "1", "auto"),
                 "run steps and evaluations as CUDA graphs, on a CPU as recorded lists of calls; auto does where it can"),
         Flag(
@@ -235,8 +235,8 @@ EXIT_CODES = {
     INPUT_CODE: "one sentence on what to correct",
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
-    INTERRUPT_CODE: "Ctrl-C, with a checkpoint if it trained with -o; any stop before step 1",
-    143: "a second SIGTERM, or one while it still starts (a SIGHUP then: 129)",
+    INTERRUPT_CODE: "stopped by Ctrl-C, with a checkpoint if it trained and there is -o",
+    143: "a second SIGTERM, or one before the first step (a SIGHUP then: 129)",
 }
 
 EXAMPLES = (

@@ -209,8 +209,8 @@ class GPT2:
         self._forward()
 
     def _forward(self, for_backward=True):
-        """Residuals that the plan moves to host memory go there only if a backward pass follows. llmc/memory/traffic.py repeats the calls of
-        need() and gathered(), here and in _backward, on paper."""
+        """Residuals that the plan moves to host memory go there only if a backward pass follows. The calls of need() and gathered(), here
+        and in _backward, are repeated on paper by llmc/memory/traffic.py."""
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
         self.sharing.need("outer", then=0)
         self.parts.encode(self.ops, a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])

@@ -24,14 +24,14 @@ class StopRequest:
     requested    whether this process was asked to stop
     agreed       whether the run stops: with several processes, once all know that one was asked. They tell each other every step, and
                  every few calls of the model in an evaluation or a sample
-    interrupted  whether this process was asked by a SIGINT, Ctrl-C
+    number       the signal that this process was asked by, if any
     lost_output  the error for which nothing can be printed any more, if that is the reason
     error        the error with which the run ends, if that is the reason
     """
 
     def __init__(self, alone=True):
-        self.requested = self.agreed = self.interrupted = False
-        self.lost_output = self.error = None
+        self.requested = self.agreed = False
+        self.number = self.lost_output = self.error = None
         self._alone = alone
         sys.stdout = StillPrinting(sys.stdout, self._lose_output)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -55,7 +55,7 @@ class StopRequest:
 
     def _remember(self, number, frame):
         self._ask()
-        self.interrupted = number == signal.SIGINT
+        self.number = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

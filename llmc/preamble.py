@@ -161,7 +161,7 @@ def _of_evaluations(s: Settings, o: PlanOptions, has_tokenizer: bool):
     if not has_tokenizer:
         V = o.config.vocab_size
         how = " (python scripts/write_tokenizer.py makes one)" if V == GPT2_VOCAB_SIZE else ""
-        yield f"no gpt2_tokenizer.bin of {V} tokens here or beside the training data: samples are printed as token ids{how}"
+        yield f"no gpt2_tokenizer.bin of {V} tokens here or beside the data: samples are printed as token ids{how}"
     if s.sample_length < 2:
         yield f"note: -g {s.sample_length} leaves nothing to generate after the end-of-text that samples start with; -s 0 prints none"
 

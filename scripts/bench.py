@@ -258,7 +258,7 @@ def compare_memory(precision):
         command = [sys.executable, __file__, *arguments, "--precision", precision, "--only", side]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
-            sys.exit(result.returncode)  # it has already said why
+            sys.exit(result.returncode if result.returncode > 0 else 128 - result.returncode)  # it has already said why
         out = result.stdout
         print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
         peaks[side] = int(out.split()[-2])

@@ -220,7 +220,7 @@ def is_file(path: Path) -> bool:
     """Whether what was found in a folder is a file, and no pipe or device. Raises UserError if it is a link to nothing."""
     with read_or_refused(path):
         if not path.is_file() and not path.exists():
-            raise UserError(f"{path} is a link to {os.readlink(path)}, which is not there; mend or remove the link")
+            raise UserError(f"{path} is a link to {os.readlink(path)}, which leads to no file; mend or remove the link")
         return path.is_file()
 
 

@@ -109,9 +109,9 @@ def test_memory_that_torch_copies_to_the_gpu_is_not_taken_for_the_host_s(locked,
         allocate_mapped(PAGESIZE, torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("cards, enough", [([(0, 1), (0, 1)], True), ([(0, 1), (0, 0)], False), ([(101, 0)], False)])
+@pytest.mark.parametrize("cards, enough", [([(0, 1), (0, 1)], True), ([(0, 1), (0, 0)], False), ([(101, 0)], False), (None, False)])
 def test_a_gpu_that_has_other_addresses_for_the_host_s_memory_is_refused(locked, monkeypatch, cards, enough):
-    """What the driver returns and says of each card. Torch's kernels and Triton's would write to two places."""
+    """What the driver returns and says of each card, if it is there. Torch's kernels and Triton's would write to two places."""
 
     def get_attribute(said, attribute, index):
         assert attribute == 91
@@ -119,8 +119,15 @@ def test_a_gpu_that_has_other_addresses_for_the_host_s_memory_is_refused(locked,
         return failed
 
     monkeypatch.setattr(torch, "as_tensor", OnGpu())
+
+    def driver(name):
+        assert name == "libcuda.so.1"
+        if cards is None:
+            raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+        return SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetAttribute=get_attribute)
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": SimpleNamespace(cuDeviceGetAttribute=get_attribute)}[name])
+    monkeypatch.setattr(ctypes, "CDLL", driver)
     if enough:
         assert len(allocate_mapped(PAGESIZE, torch.device("cuda:0"))) == PAGESIZE
         return

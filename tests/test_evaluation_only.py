@@ -60,7 +60,7 @@ def test_evaluation_and_sample_have_the_bits_of_a_model_that_trains(config, kern
 @pytest.mark.parametrize("forms", [
     {"device": "cpu"}, {"device": "cpu", "kernels": "numba", "matmul": "numba"}, {"device": "cpu", "precision": "fp32", "head_chunk": 9},
     {"device": "cuda"}, {"device": "cuda", "matmul": "fp8"}, {"device": "cuda", "gelu_fusion": 2},
-    {"device": "cuda", "ranks": 4, "zero_stage": 3}, {"device": "cuda", "tensor_parallel": 2, "ranks": 2, "zero_stage": 1},
+    {"device": "cuda", "data_ranks": 4, "zero_stage": 3}, {"device": "cuda", "tensor_parallel": 2, "data_ranks": 2, "zero_stage": 1},
     {"device": "cuda", "attention": "flash"}, {"device": "cuda", "attention": "efficient", "precision": "fp32"},
     {"device": "cuda", "offload_optimizer": True, "offload_residual": True, "async_checkpoint": True, "optimizer_state": "bf16"},
 ])  # fmt: skip

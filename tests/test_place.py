@@ -30,6 +30,7 @@ SLURM = {
 }  # fmt: skip
 TEMPORARY = {"method": "fs", "folder": tempfile.gettempdir()}
 JOB = f"{os.getuid()}-prterun-host-7@1"
+PARENT = os.getppid()
 
 PLACES = {  # environment, flags, the fields that are not those of Place()
     "alone": ({}, "", {}),
@@ -37,16 +38,15 @@ PLACES = {  # environment, flags, the fields that are not those of Place()
     "alone under mpirun": ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "", {}),
     "alone in a batch script": (SLURM | {"SLURM_STEP_ID": ""}, "", {}),
     "alone in an interactive step": (SLURM | {"SLURM_STEP_ID": "4294967290"}, "", {}),
-    "alone in a shell of srun --pty": (SLURM | {"SLURM_PTY_PORT": "40001"}, "", {}),
     "torchrun's only one inside srun": (SLURM | TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
                                         "", {}),
     "torchrun": (TORCHRUN, "", dict(rank=5, num_processes=8, local_rank=1, num_local=4, method="agent", address="127.0.0.1", port=29500,
-                                    key="job")),
+                                    key="job", parent=PARENT)),
     "torchrun, flags that agree": (TORCHRUN, "-pn 8 -pr 5 -pi fs -pp nowhere",
                                    dict(rank=5, num_processes=8, local_rank=1, num_local=4, method="agent", address="127.0.0.1",
-                                        port=29500, key="job")),
+                                        port=29500, key="job", parent=PARENT)),
     "torchrun inside srun": (TORCHRUN | SLURM, "", dict(rank=5, num_processes=8, local_rank=1, num_local=4, method="agent",
-                                                        address="127.0.0.1", port=29500, key="job")),
+                                                        address="127.0.0.1", port=29500, key="job", parent=PARENT)),
     "RANK and WORLD_SIZE by hand": (BY_HAND, "-pg 4", dict(rank=5, num_processes=16, local_rank=1, num_local=4, address="127.0.0.1",
                                                            port=12345)),
     "Open MPI, one host": (OPEN_MPI, "", dict(rank=1, num_processes=4, local_rank=1, num_local=4, key=JOB, **TEMPORARY)),
@@ -78,6 +78,14 @@ PLACES = {  # environment, flags, the fields that are not those of Place()
 def test_who_a_process_is(name):
     environ, flags, fields = PLACES[name]
     assert find_place(parse(flags.split()), environ) == Place(**fields)
+
+
+def test_a_shell_of_srun_s_is_one_process_and_what_srun_starts_from_it_is_not(monkeypatch):
+    """That has the shell's variables too."""
+    environ = SLURM | {"SLURM_PTY_PORT": "40001"}
+    for terminal in True, False:
+        monkeypatch.setattr(os, "isatty", lambda fd: fd == 0 and terminal)
+        assert find_place(parse([]), environ).num_processes == (1 if terminal else 4)
 
 
 REFUSED = {

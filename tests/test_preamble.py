@@ -141,7 +141,7 @@ def test_room_for_checkpoints_that_nothing_writes_is_noted(flags):
 
 def test_samples_without_a_tokenizer_are_noted_where_there_are_samples():
     (line,) = said("-s 5", has_tokenizer=False)
-    where = "here or beside the training data: samples are printed as token ids"
+    where = "here or beside the data: samples are printed as token ids"
     s, o = planned("-s 5")
     other = replace(o, config=replace(o.config, vocab_size=50260))  # for which nothing here makes one
     assert f"no gpt2_tokenizer.bin of 50260 tokens {where}" in notes(s, other, 1, 100, has_tokenizer=False, resumes=False)

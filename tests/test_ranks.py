@@ -269,7 +269,7 @@ def test_a_signal_before_the_first_step_ends_all_ranks_alike(case, tmp_path, who
     time.sleep(0.5)
     os.kill(ranks.processes[whom].pid, signal.SIGTERM)
     ended = ranks.ended()
-    assert [(rank.code, rank.err) for rank in ended] == [(130, "interrupted before the first step; no checkpoint has changed\n"), (130, "")]
+    assert [(rank.code, rank.err) for rank in ended] == [(143, "interrupted before the first step; no checkpoint has changed\n"), (143, "")]
     assert steps_in(tmp_path / "log") == []
 
 

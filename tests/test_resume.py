@@ -759,7 +759,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_the_folder_as_it_was(case,
         losses_of = GPT2.token_losses
         monkeypatch.setattr(GPT2, "token_losses", lambda *args: (signal.raise_signal(signal.SIGTERM), losses_of(*args))[1])
     ended = run(*argv, "-x 9")
-    assert ended.code == (130 if "signal" in ends else 2) and not losses(ended.out)
+    assert ended.code == (143 if "signal" in ends else 2) and not losses(ended.out)
     assert everything_in(folder) == before
 
 
@@ -929,7 +929,7 @@ def test_a_signal_in_a_long_validation_does_not_wait_for_its_end(case, tmp_path,
     which 0 would promise."""
     argv = [*inputs(case), "-b 4 -t 32 -x 3 -v 1 -m 1000000 -n 1 -s 0 -o", tmp_path]
     code, out, err = interrupt(start(*argv), number, " -> estimated", 0.3)
-    assert (code, err) == (130, "interrupted before the first step; no checkpoint has changed\n")
+    assert (code, err) == (128 + number, "interrupted before the first step; no checkpoint has changed\n")
     assert "val loss" not in out and not losses(out)
     assert f"{number.name}: finishing this step" in out and steps_in(tmp_path) == []
     assert (tmp_path / "main.log").read_text() == (tmp_path / "speed.log").read_text() == ""

@@ -324,7 +324,36 @@ def test_ranks_whose_torchrun_is_killed_end(tmp_path):
     with open(said, "w") as f:
         torchrun = subprocess.Popen([*command, PROGRAM, "torchrun", "0"], env=environment(), stdout=f, stderr=f, text=True)
     assert torchrun.wait(LONGEST_S) == KILLED
-    deadline, sentence = time.monotonic() + LONGEST_S, f"error: torchrun (process {torchrun.pid} on "
-    while sentence not in said.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    await_text(said, sentence := f"error: torchrun (process {torchrun.pid} on ")
     assert said.read_text().count(sentence) == 1 and said.read_text().count("error") == 1, said.read_text()
+
+
+def test_a_rank_whose_torchrun_is_killed_tells_the_others(tmp_path):
+    """It is one of two machines' here."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    ]
+    said = [tmp_path / "0", tmp_path / "1"]
+    torchruns = []
+    for node in range(2):
+        words = [*command, "--node-rank", str(node), PROGRAM, "torchrun", "1"]
+        with open(said[node], "w") as f:
+            torchruns.append(subprocess.Popen(words, env=environment(), stdout=f, stderr=f, text=True))
+    assert torchruns[1].wait(LONGEST_S) == KILLED
+    await_text(said[0], f"error: rank 1 stopped: torchrun (process {torchruns[1].pid} on ")
+    assert torchruns[0].wait(LONGEST_S) == 1
+
+
+def await_text(path, text: str) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmc.distributed.place import Place
 from llmc.errors import (
-    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, is_out_of_memory, lines_of, unusable_path,
+    INPUT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, interrupt_code, is_out_of_memory, lines_of, unusable_path,
 )  # fmt: skip
 from llmc.host import processor_quota
 
@@ -265,7 +265,7 @@ def told(world: World):
 def last_words(error: BaseException) -> tuple[str, int]:
     """The sentence that tells the others of an exception that ends this rank, and the exit code it leads to."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", INTERRUPT_CODE
+        return "interrupted", interrupt_code(error)
     if isinstance(error, SystemExit):
         return "it ended early; see what it printed", 1
     if isinstance(error, (UserError, NotEnoughMemory)):

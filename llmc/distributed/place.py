@@ -27,6 +27,7 @@ class Place:
     method   tcp: rank 0 listens at address:port. The others: rank 0 listens anywhere, and says where,
              fs: in a file in `folder`; agent: in the store of torchrun, which itself listens at address:port
     key      the launcher's name for this run; empty where there is none
+    parent   torchrun's process, where it started this one: nobody ends a rank, or starts it again, whose torchrun was killed
     """
 
     rank: int = 0
@@ -38,6 +39,16 @@ class Place:
     port: int = 0
     folder: str = ""
     key: str = ""
+    parent: int = 0
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether torchrun is gone. It is not seen where a script stands between it and this process."""
+        return self.parent not in (0, os.getppid())
+
+    @property
+    def orphan_sentence(self) -> str:
+        return f"torchrun (process {self.parent} on {socket.gethostname()}) is gone; start all ranks again, with -y 1 to resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +105,11 @@ def check_flags(s: Settings, launched: Launched) -> None:
 
 
 def meeting_point(s: Settings, launched: Launched, environ) -> dict:
-    """method, address, port and folder of the Place of a launched process."""
+    """method, address, port, folder and parent of the Place of a launched process."""
     if launched.launcher == "torchrun" and environ.get("MASTER_ADDR"):
+        found = tcp(environ["MASTER_ADDR"], master_port(environ), "MASTER_ADDR")
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return tcp(environ["MASTER_ADDR"], master_port(environ), "MASTER_ADDR") | {"method": "agent" if agent else "tcp"}
+        return found | {"method": "agent", "parent": os.getppid()} if agent else found
     if s.init_method == "tcp":
         return tcp_of_flags(s)
     if s.init_method == "fs":
@@ -184,10 +196,10 @@ def from_mpi(environ) -> Launched | None:
 
 
 def from_slurm(environ) -> Launched | None:
-    """What srun says to each task of a step. The batch script around it is one process, whatever its variables say, and so is a shell
-    that srun --pty gave to its first task."""
+    """What srun says to each task of a step. The batch script around it is one process, whatever its variables say, and so is what runs
+    in a shell of srun --pty; but not what srun starts from there, which has that shell's variables too, and no terminal."""
     step = number(environ, "SLURM_STEP_ID", SLURM_NO_STEP)
-    if step >= SLURM_NO_STEP or environ.get("SLURM_PTY_PORT"):
+    if step >= SLURM_NO_STEP or environ.get("SLURM_PTY_PORT") and os.isatty(0):
         return None
     found = of_variables("srun", environ, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None)
     if found is None:

@@ -21,7 +21,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore
 
 from llmc.distributed.network import addresses_for_others, own_address_towards, this_machine
 from llmc.distributed.place import Place, rendezvous_path, signpost_name
-from llmc.distributed.signpost import Found, Signpost, SignpostFile, SignpostInStore, knock
+from llmc.distributed.signpost import Found, SignpostFile, SignpostInStore, knock, leads_to
 from llmc.errors import UserError, lines_of
 
 LOST_AFTER_S = 10.0  # without a new beat a rank is lost: on an overloaded machine one was seen to come 5 s late
@@ -98,7 +98,7 @@ def meet(place: Place, timeout_s: float) -> Meeting:
             signpost = open_signpost(place, timeout_s, deadline)
             meeting = open_store(place, signpost, timeout_s) if place.rank == 0 else find_store(place, signpost, timeout_s, deadline)
             join(meeting, timeout_s, deadline)
-            if signpost and place.rank == 0:
+            if place.method == "fs" and place.rank == 0:
                 signpost.remove(meeting.run)  # nobody needs it any more
             return meeting
         except Taken as taken:
@@ -119,7 +119,7 @@ class Taken(Exception):
 # rank 0's store
 
 
-def open_signpost(place: Place, timeout_s: float, deadline: float) -> Signpost | None:
+def open_signpost(place: Place, timeout_s: float, deadline: float) -> SignpostFile | SignpostInStore | None:
     """Where rank 0 says where it listens; None if the place itself says it."""
     if place.method == "tcp":
         return None
@@ -131,9 +131,9 @@ def open_signpost(place: Place, timeout_s: float, deadline: float) -> Signpost |
     return SignpostInStore(agent.store, signpost_name(place))
 
 
-def open_store(place: Place, signpost: Signpost | None, timeout_s: float) -> Meeting:
+def open_store(place: Place, signpost: SignpostFile | SignpostInStore | None, timeout_s: float) -> Meeting:
     """Rank 0: open the store, listen, and say where. Raises Taken where another run's rank 0 does."""
-    if signpost and (there := signpost.leads_to()) and not (store := PrefixStore(there.run, there.store)).get(VERDICT_KEY):
+    if signpost and (there := leads_to(signpost.read())) and not (store := PrefixStore(there.run, there.store)).get(VERDICT_KEY):
         raise Taken(taken_sentence(place, store))
     port = place.port if place.method == "tcp" else 0
     try:
@@ -151,9 +151,12 @@ def open_store(place: Place, signpost: Signpost | None, timeout_s: float) -> Mee
     return meeting
 
 
-def find_store(place: Place, signpost: Signpost | None, timeout_s: float, deadline: float) -> Meeting:
+def find_store(place: Place, signpost: SignpostFile | SignpostInStore | None, timeout_s: float, deadline: float) -> Meeting:
     """The other ranks: look for rank 0's store until it answers."""
-    look = signpost.leads_to if signpost else lambda: knock(place.address, place.port)
+
+    def look():
+        return leads_to(signpost.read()) if signpost else knock(place.address, place.port)
+
     found = wait_until_found(look, place, rank_0_of(place), deadline, not_found_sentence(place, timeout_s))
     if found.num_processes != place.num_processes:
         raise UserError(
@@ -170,11 +173,12 @@ def wait_until_found(look: Callable[[], Found | None], place: Place, who: str, d
     """
     reminder = time.monotonic() + REMINDER_S if place.local_rank == 0 else inf
     while not (found := look()):
-        if time.monotonic() > deadline:
-            raise UserError(missing)
         if time.monotonic() > reminder:
             reminder = inf
             print(f"rank {place.rank} of {place.num_processes} is waiting for {who}", flush=True)
+        if time.monotonic() > deadline:
+            raise UserError(missing)
+        refuse_orphan(place)
         time.sleep(PAUSE_S)
     return found
 
@@ -207,12 +211,10 @@ def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
     claim(meeting)
     arrive(meeting, "joined")
     if not all_came(meeting, "joined", min(deadline, time.monotonic() + REMINDER_S)):
-        if place.rank == 0:
-            print(f"waiting for {missing_ranks(place, store)} of {place.num_processes}", flush=True)
-        if not all_came(meeting, "joined", deadline):
-            raise UserError(
-                f"{missing_ranks(place, store)} of {place.num_processes} did not come within {timeout_s:g} s (--timeout); {ADVICE}"
-            )
+        if place.rank == 0 and (missing := missing_ranks(place, store)):
+            print(f"waiting for {missing}", flush=True)
+        if not all_came(meeting, "joined", deadline) and (missing := missing_ranks(place, store)):
+            raise UserError(f"{missing} did not come within {timeout_s:g} s (--timeout); {ADVICE}")
     members = store.multi_get([member_key(rank) for rank in range(place.num_processes)])
     meeting.members = tuple(map(read_member, members))
 
@@ -247,7 +249,13 @@ def all_came(meeting: Meeting, what: str, deadline: float = inf) -> bool:
     while not came(meeting.store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them
         if time.monotonic() > deadline:
             return False
+        refuse_orphan(meeting.place)
     return True
+
+
+def refuse_orphan(place: Place) -> None:
+    if place.is_orphan:
+        raise UserError(place.orphan_sentence)
 
 
 def came(store, key: str) -> bool:
@@ -272,7 +280,7 @@ def taken_sentence(place: Place, store) -> str:
 
 
 def missing_ranks(place: Place, store) -> str:
-    """Those that have not come, the first of them by number."""
+    """Those that have not come, the first of them by number; empty if all have, since somebody looked."""
     missing = [str(rank) for rank in range(place.num_processes) if not store.check([member_key(rank)])]
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{more}"
+    named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"rank{'s' * (len(missing) > 1)} {named} of {place.num_processes}" if missing else ""

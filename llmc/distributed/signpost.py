@@ -57,38 +57,39 @@ def knock(address: str, port: int, says_hello: bool = True) -> Found | None:
     return answer[0] if answer else None
 
 
-class Signpost:
-    """Where rank 0 says its addresses, its machine, its port and the name of its run. The forms below have its text."""
-
-    def read(self) -> dict | None:
-        """What rank 0 wrote, in this run or an earlier one; None if there is nothing to read."""
-        try:
-            sign = json.loads(self.text())
-            return sign if {"addresses", "machine", "port", "run"} <= sign.keys() else None
-        except (OSError, ValueError, AttributeError):
-            return None
-
-    def leads_to(self) -> Found | None:
-        """The store of the run that wrote it, if it answers."""
-        sign = self.read()
-        if sign is None:
-            return None
-        addresses = ["127.0.0.1"] if sign["machine"] == this_machine() else sign["addresses"]
-        for address in addresses:
-            found = knock(address, sign["port"])
-            if found and found.run == sign["run"]:
-                return found
+def leads_to(sign: dict | None) -> Found | None:
+    """The store of the run that put a signpost up, if it answers."""
+    if sign is None:
         return None
+    addresses = ["127.0.0.1"] if sign["machine"] == this_machine() else sign["addresses"]
+    for address in addresses:
+        found = knock(address, sign["port"])
+        if found and found.run == sign["run"]:
+            return found
+    return None
 
 
-class SignpostFile(Signpost):
+def sign_of(text: str | bytes) -> dict | None:
+    """The addresses, the machine, the port and the name of the run of a rank 0, as it wrote them; None if this is something else."""
+    with suppress(ValueError, AttributeError):
+        sign = json.loads(text)
+        if {"addresses", "machine", "port", "run"} <= sign.keys():
+            return sign
+    return None
+
+
+class SignpostFile:
     """One that all processes see."""
 
     def __init__(self, path: Path):
         self.path = path
 
-    def text(self) -> str:
-        return self.path.read_text()
+    def read(self) -> dict | None:
+        """What rank 0 wrote, in this run or an earlier one; None if there is nothing to read."""
+        try:
+            return sign_of(self.path.read_bytes())
+        except OSError:
+            return None
 
     def write(self, sign: dict) -> None:
         """Under its name the file is whole or not there."""
@@ -109,17 +110,15 @@ class SignpostFile(Signpost):
                 self.path.unlink()
 
 
-class SignpostInStore(Signpost):
-    """A key of torchrun's store, which all ranks reach, and which outlives the runs that torchrun starts again."""
+class SignpostInStore:
+    """A key of torchrun's store, which all ranks reach. It stays there until the next run's rank 0 overwrites it."""
 
     def __init__(self, store: TCPStore, name: str):
         self.store, self.name = store, name
 
-    def text(self) -> str:
-        return self.store.get(self.name).decode() if self.store.check([self.name]) else ""
+    def read(self) -> dict | None:
+        """As of a file."""
+        return sign_of(self.store.get(self.name)) if self.store.check([self.name]) else None
 
     def write(self, sign: dict) -> None:
         self.store.set(self.name, json.dumps(sign))
-
-    def remove(self, run: str) -> None:
-        """The next run's rank 0 overwrites it. (Another rank might just be reading it, and would wait for a key that is gone.)"""

@@ -17,8 +17,8 @@ from threading import Event, Lock, Thread
 from torch.distributed import DistError
 
 from llmc.distributed.rendezvous import VERDICT_KEY, Meeting, beat_key
-from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, START_AGAIN, Beat, Heard, Judge, Verdict
-from llmc.errors import RankLost
+from llmc.distributed.verdict import DONE, LOST_AFTER_S, SETTLE_S, Beat, Heard, Judge, Verdict
+from llmc.errors import LOST_CODE, RankLost
 
 PERIOD_S = 1.0  # between beats
 TICK_S = 0.25  # between looks at them
@@ -31,9 +31,8 @@ class Watch:
     """The beat of this process, and its view of the others."""
 
     def __init__(self, meeting: Meeting, timeout_s: float):
-        self.rank, self.members, self.process = meeting.place.rank, meeting.members, os.getpid()
+        self.place, self.rank, self.members, self.process = meeting.place, meeting.place.rank, meeting.members, os.getpid()
         self.judge = Judge(self.rank, self.members, timeout_s)
-        self.torchrun = os.getppid() if meeting.place.method == "agent" else None
         self.store = meeting.connect(LOST_AFTER_S)
         self.mine, self.moves, self.heard = Beat(), 0, Heard()
         self.verdict: Verdict | None = None
@@ -131,10 +130,12 @@ class Watch:
             time.sleep(TICK_S)
 
     def _orphaned(self) -> Verdict | None:
-        """What ends the run where torchrun was killed and has left its ranks behind: nobody would end or start them again."""
-        if self.torchrun is None or os.getppid() == self.torchrun:
-            return None
-        return Verdict(f"torchrun (process {self.torchrun} on {self.members[self.rank].host}) is gone; {START_AGAIN}")
+        """What rank 0 says if its torchrun is gone. Another rank tells rank 0 about its own, as of anything else for which it ends."""
+        if self.place.is_orphan:
+            if self.rank == 0:
+                return Verdict(self.place.orphan_sentence)
+            self.leave(self.place.orphan_sentence, LOST_CODE)
+        return None
 
     def _carry_out(self, verdict: Verdict):
         """Let the others know, then end this process: by its main thread if that is waiting in explain(), else here and at once."""

@@ -82,7 +82,12 @@ def has_one_address() -> bool:
 
     Source: CUDA driver API, cuDeviceGetAttribute, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
     """
-    driver, said = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    try:
+        driver, said = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:  # another maker's GPUs
+        return False
+    if driver.cuInit(0):
+        return False
     for index in range(torch.cuda.device_count()):
         failed = driver.cuDeviceGetAttribute(ctypes.byref(said), CAN_USE_HOST_POINTER, index)
         if failed or not said.value:
