@@ -52,7 +52,7 @@ from llmc.errors import (
     end_with, fill_closed_streams, interrupt_code, is_out_of_memory, leave, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
-from llmc.flags import Settings, format_help, parse, check_contradictions
+from llmc.flags import Settings, check_contradictions, format_help, parse
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
 from llmc.kernels_cpu import told_when_compiling
@@ -94,6 +94,7 @@ def main(argv=None) -> int:
     fill_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path or sample that a terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
+    code = 0
     try:
         settings = parse(sys.argv[1:] if argv is None else argv)
         if settings.help:
@@ -107,9 +108,9 @@ def main(argv=None) -> int:
             if stop.lost_output:
                 return tell_lost_output(stop.lost_output)
             if stop.number == signal.SIGINT:
-                return INTERRUPT_CODE
+                code = INTERRUPT_CODE
         print(end="", flush=True)  # here, where a failure is ours to name
-        return 0
+        return code
     except UserError as error:
         return end_with(f"error: {error}", INPUT_CODE)
     except NotEnoughMemory as error:

@@ -15,7 +15,7 @@ import pytest
 import train_gpt2
 from llmc.errors import UserError
 from llmc.flags import (
-    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, OF_TRAIN_GPT2_PY, Settings, flag_table_markdown, format_help, parse, check_contradictions,
+    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, OF_TRAIN_GPT2_PY, Settings, check_contradictions, flag_table_markdown, format_help, parse,
 )  # fmt: skip
 from llmc.memory.ladder import NOT_KEPT
 

@@ -17,6 +17,7 @@ from llmc.flags import Settings
 DEFAULT_PORT = 12345  # llm.c's
 SLURM_PORTS = range(20000, 32000)  # below the ports that systems assign by themselves
 SLURM_NO_STEP = 4294967290  # step ids from here on are not srun's, but a batch script's or an interactive shell's
+START_AGAIN = "start all ranks again, with -y 1 to resume"
 HOW_TO_START = "start it with torchrun, mpirun or srun, or use -pi tcp -ps ADDRESS, or -pi fs -pp DIR, with -pn and -pr"
 
 
@@ -48,7 +49,7 @@ class Place:
 
     @property
     def orphan_sentence(self) -> str:
-        return f"torchrun (process {self.parent} on {socket.gethostname()}) is gone; start all ranks again, with -y 1 to resume"
+        return f"torchrun (process {self.parent} on {socket.gethostname()}) is gone; {START_AGAIN}"
 
 
 @dataclass(frozen=True, slots=True)
