@@ -765,7 +765,7 @@ def test_a_link_to_nothing_is_named_if_it_would_be_a_text(tmp_path, target):
     os.mkfifo(tmp_path / "c.txt")
     assert prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES) == [tmp_path / "b.txt"]
     (tmp_path / "a.txt").symlink_to(target)
-    with pytest.raises(UserError, match=f"/a.txt is a link to {target}, which is not there; mend or remove the link$"):
+    with pytest.raises(UserError, match=f"/a.txt is a link to {target}, which leads to no file; mend or remove the link$"):
         prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
 
 
