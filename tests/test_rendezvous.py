@@ -270,6 +270,16 @@ def test_a_rank_whose_torchrun_is_gone_waits_for_nobody(torchruns_store):
         assert sentence.startswith(f"torchrun (process {os.getppid() + 1} on ") and sentence.endswith("with -y 1 to resume")
 
 
+def test_a_rank_in_training_leaves_it_to_the_watch_to_tell_of_a_torchrun_that_is_gone(monkeypatch):
+    """As its exit code is then that of a lost rank."""
+    orphan = Place(0, 2, 0, 2, address="127.0.0.1", port=free_port(), parent=os.getppid() + 1)
+    meeting = rendezvous.open_store(orphan, None, 30)
+    answers = iter([False, True])
+    monkeypatch.setattr(rendezvous, "came", lambda *_: next(answers))
+    rendezvous.everybody(meeting, "wait 1")
+    assert orphan.is_orphan and next(answers, "asked again") == "asked again"
+
+
 def test_a_torchrun_that_is_gone_is_a_sentence():
     port = free_port()
     for rank in range(2):

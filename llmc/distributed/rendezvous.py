@@ -210,10 +210,10 @@ def join(meeting: Meeting, timeout_s: float, deadline: float) -> None:
     store.set_timeout(timedelta(seconds=timeout_s))
     claim(meeting)
     arrive(meeting, "joined")
-    if not all_came(meeting, "joined", min(deadline, time.monotonic() + REMINDER_S)):
+    if not all_joined(meeting, min(deadline, time.monotonic() + REMINDER_S)):
         if place.rank == 0 and (missing := missing_ranks(place, store)):
             print(f"waiting for {missing}", flush=True)
-        if not all_came(meeting, "joined", deadline) and (missing := missing_ranks(place, store)):
+        if not all_joined(meeting, deadline) and (missing := missing_ranks(place, store)):
             raise UserError(f"{missing} did not come within {timeout_s:g} s (--timeout); {ADVICE}")
     members = store.multi_get([member_key(rank) for rank in range(place.num_processes)])
     meeting.members = tuple(map(read_member, members))
@@ -232,21 +232,9 @@ def claim(meeting: Meeting) -> None:
     store.set(beat_key(place.rank), "{}")
 
 
-def everybody(meeting: Meeting, what: str) -> None:
-    """Wait until every rank has made this call."""
-    arrive(meeting, what)
-    all_came(meeting, what)
-
-
-def arrive(meeting: Meeting, what: str) -> None:
-    """Say that this rank has come to a point where all must come."""
-    if meeting.store.add(what, 1) == meeting.place.num_processes:
-        meeting.store.set(f"all {what}", "")
-
-
-def all_came(meeting: Meeting, what: str, deadline: float = inf) -> bool:
-    """Wait until every rank has arrived there. Returns whether that was before the deadline."""
-    while not came(meeting.store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them
+def all_joined(meeting: Meeting, deadline: float) -> bool:
+    """Wait until every rank has claimed its place. Returns whether that was before the deadline."""
+    while not came(meeting.store, "all joined"):
         if time.monotonic() > deadline:
             return False
         refuse_orphan(meeting.place)
@@ -254,8 +242,22 @@ def all_came(meeting: Meeting, what: str, deadline: float = inf) -> bool:
 
 
 def refuse_orphan(place: Place) -> None:
+    """Before the ranks have met there is no watch that would see it."""
     if place.is_orphan:
         raise UserError(place.orphan_sentence)
+
+
+def everybody(meeting: Meeting, what: str) -> None:
+    """Wait until every rank has made this call."""
+    arrive(meeting, what)
+    while not came(meeting.store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them
+        pass
+
+
+def arrive(meeting: Meeting, what: str) -> None:
+    """Say that this rank has come to a point where all must come."""
+    if meeting.store.add(what, 1) == meeting.place.num_processes:
+        meeting.store.set(f"all {what}", "")
 
 
 def came(store, key: str) -> bool:
