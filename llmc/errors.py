@@ -27,6 +27,11 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
+def code_of_child(returncode: int) -> int:
+    """The exit code that a shell reports for a child: 128 and more if a signal ended it, which subprocess counts below 0."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
 def interrupt_code(error: KeyboardInterrupt) -> int:
     """The exit code that it leads to."""
     return error.code if isinstance(error, Interrupted) else INTERRUPT_CODE

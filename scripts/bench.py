@@ -28,7 +28,7 @@ import torch
 
 from llmc.backend import measure_matmul_tflops, open_backend
 from llmc.config import config_from_descriptor
-from llmc.errors import UserError, run_script
+from llmc.errors import UserError, code_of_child, run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
@@ -258,7 +258,7 @@ def compare_memory(precision):
         command = [sys.executable, __file__, *arguments, "--precision", precision, "--only", side]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
-            sys.exit(result.returncode if result.returncode > 0 else 128 - result.returncode)  # it has already said why
+            sys.exit(code_of_child(result.returncode))  # it has already said why
         out = result.stdout
         print(*(line for line in out.splitlines() if line.startswith("  ")), sep="\n")
         peaks[side] = int(out.split()[-2])

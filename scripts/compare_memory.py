@@ -30,7 +30,7 @@ import numpy as np
 from llmc.checkpoint.model_file import read_model_header
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
-from llmc.errors import MEMORY_CODE, UserError, run_script
+from llmc.errors import MEMORY_CODE, UserError, code_of_child, run_script
 from llmc.files import make_folder
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME
@@ -278,7 +278,7 @@ def train(flags: list) -> str:
     if code:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         print(f"{said}\nerror: this run {how}: {' '.join(command)}", file=sys.stderr)
-        sys.exit(code if code > 0 else 128 - code)  # as a shell counts signals
+        sys.exit(code_of_child(code))
     return ""
 
 

@@ -277,15 +277,16 @@ def test_the_picture_s_name_is_checked_before_any_run(matplotlib, monkeypatch, t
 # --- the sweep
 
 TRAINER = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 value = lambda flag: sys.argv[sys.argv.index(flag) + 1]
 level, folder = int(value("-r")), pathlib.Path(value("-o"))
 with open({calls!r}, "a") as file:
     print(folder.name, *sys.argv[1:], file=file)
 codes = {codes!r}
 if folder.name in codes or level in codes:
-    print("error: the plan needs 9 MiB", "the table that follows", sep="\\n\\n", file=sys.stderr)
-    sys.exit(codes.get(folder.name, codes.get(level)))
+    print("error: the plan needs 9 MiB", "the table that follows", sep="\\n\\n", file=sys.stderr, flush=True)
+    code = codes.get(folder.name, codes.get(level))
+    sys.exit(code) if code > 0 else os.kill(os.getpid(), -code)
 late = folder.name.endswith("round2")
 record = {record!r}
 record["plan"]["options"]["recompute"] = level
@@ -354,13 +355,14 @@ def test_where_no_level_fits_the_code_is_3(trainer, capsys):
     assert out == "" and err.count("is left out") == 2
 
 
-def test_a_run_that_fails_ends_the_sweep_with_its_error_and_code(trainer, tmp_path, capsys):
-    calls = trainer(**{"1": 7})
-    with pytest.raises(SystemExit, match="7"):
+@pytest.mark.parametrize("returncode, code, how", [(7, 7, "ended with exit code 7"), (-9, 137, "was killed by SIGKILL")])
+def test_a_run_that_fails_ends_the_sweep_with_its_error_and_code(trainer, tmp_path, capsys, returncode, code, how):
+    calls = trainer(**{"1": returncode})
+    with pytest.raises(SystemExit, match=f"^{code}$"):
         compare_memory.main("--sweep --levels 0 1 6 --no-picture --runs kept".split())
     out, err = capsys.readouterr()
     assert [call[0] for call in calls()] == ["r0_round1", "r1_round1"] and out == ""
-    assert "the table that follows\nerror: this run ended with exit code 7: " in err and "-r 1 -o kept/r1_round1" in err
+    assert f"the table that follows\nerror: this run {how}: " in err and "-r 1 -o kept/r1_round1" in err
 
 
 def test_random_tokens_stand_in_for_a_corpus(tmp_path, monkeypatch, capsys):
