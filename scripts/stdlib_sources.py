@@ -9,9 +9,11 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "enc
 
 
 def is_wanted(relative: Path) -> bool:
-    """Whether a file is neither in a folder that is left out nor written by the build of this Python (config-*, _sysconfigdata*)."""
+    """Whether a file is neither hidden, nor in a folder that is left out, nor written by the build of this Python (config-*,
+    _sysconfigdata*)."""
+    hidden = any(part.startswith(".") for part in relative.parts)
     machine_made = relative.name.startswith("_sysconfigdata") or relative.parts[0].startswith("config-")
-    return LEFT_OUT.isdisjoint(relative.parts[:-1]) and not machine_made
+    return LEFT_OUT.isdisjoint(relative.parts[:-1]) and not hidden and not machine_made
 
 
 def source_files(folder: Path) -> list[Path]:

@@ -475,6 +475,7 @@ def test_stdlib_takes_sources_in_order_without_tests_and_installed_packages(tmp_
     folder = tmp_path / "lib"
     wanted = [f"{chr(97 + i)}.py" for i in range(12)] + ["pkg/__init__.py", "unittest/case.py"]
     unwanted = ["test/t.py", "pkg/tests/t.py", "site-packages/x/y.py", "_sysconfigdata_x.py", "config-3/python-config.py", "a.txt"]
+    unwanted += [".venv/lib/x.py", "pkg/.hidden.py"]
     for name in wanted + unwanted:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"# {name}\n")
