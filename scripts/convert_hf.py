@@ -320,7 +320,10 @@ def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file, SafetensorError, doing = need("safetensors.torch").save_file, need("safetensors").SafetensorError, "writing the weights"
     try:
         with replaced(path, doing=doing) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode
             save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.chmod(mode)  # as the umask has it: safetensors lets only the owner read
     except SafetensorError as error:
         raise UserError(f"{doing} failed at {path}: {error}; make room or fix the permissions, then run again") from None
 

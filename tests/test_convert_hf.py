@@ -93,6 +93,13 @@ def test_bin_to_hf_and_back_is_byte_identical(tmp_path, precision, padded):
     assert (tmp_path / "b.bin").read_bytes() == original
 
 
+def test_the_weights_may_be_read_by_whom_the_umask_lets(tmp_path):
+    noise_bin(tmp_path / "model.bin", CONFIG, "bf16")
+    bin_to_hf(tmp_path / "model.bin", tmp_path / "hf")
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "model.bin", *(tmp_path / "hf").iterdir())}
+    assert len(set(modes.values())) == 1, modes
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_hf_to_bin_and_back_is_tensor_identical_in_transformers(tmp_path, precision):
     """transformers loads the folder: same dtype, same tensors, a tied head, and bit-identical logits."""
