@@ -79,9 +79,9 @@ def check_fp8(o: PlanOptions, device: Device):
 def check_gelu_fusion(o: PlanOptions):
     """Raise UserError unless cuBLASLt is there for -ge."""
     if o.gelu_fusion:
-        from llmc.kernels.cublaslt import available
+        from llmc.kernels.cublaslt import why_no_cublaslt
 
-        if why_not := available():
+        if why_not := why_no_cublaslt():
             raise UserError(f"-ge {o.gelu_fusion}: {why_not}; use -ge 0, which computes the same function")
 
 

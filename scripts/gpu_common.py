@@ -92,7 +92,7 @@ def check_cublaslt(run, what):
     """Raise Skip if there is no cuBLASLt to call. what: the beginning of the sentence that says why."""
     if not run.cuda:
         raise Skip(f"{what} cuBLASLt's, and there is no CUDA device")
-    if why := cublaslt.available():
+    if why := cublaslt.why_no_cublaslt():
         raise Skip(why)
 
 

@@ -421,12 +421,12 @@ def test_cpu_tensors_are_refused():
 
 
 def test_without_the_library_there_is_a_sentence(monkeypatch):
-    """Nothing to load is one sentence, something else by that name another; the class raises what available() says."""
+    """Nothing to load is one sentence, something else by that name another; the class raises what why_no_cublaslt() says."""
     cublaslt._library.cache_clear()
     monkeypatch.setattr(cublaslt, "DEVICE_TYPE", "cpu")
     for name, sentence in (("libcublasLt.so.none", "was not found"), (find_library("c"), "is not the cuBLASLt that is needed here")):
         monkeypatch.setattr(cublaslt, "_names", lambda: [name])
-        assert sentence in cublaslt.available()
+        assert sentence in cublaslt.why_no_cublaslt()
         with pytest.raises(RuntimeError, match=sentence):
             MatmulGelu(workspace())
 
@@ -434,7 +434,7 @@ def test_without_the_library_there_is_a_sentence(monkeypatch):
 @pytest.fixture
 def real():
     """A real libcublasLt: its descriptors live on the host and need no GPU."""
-    why_not = cublaslt.available()
+    why_not = cublaslt.why_no_cublaslt()
     if why_not:
         pytest.skip(why_not)
     library = cublaslt._library()

@@ -476,7 +476,7 @@ def test_every_algorithm_is_measured_and_the_best_are_summed_over_a_step(run, mo
     # of each matmul and form the three algorithms', the trainer's and the best one's again
     take_in_turn(monkeypatch, chain((3.0, 1.0, 2.0, 1.0, 0.9), (3.0, 1.0, 2.0, 4.0, 4.5), cycle((3.0, 1.0, 2.0, 4.0, 2.0))))
     monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
-    monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
+    monkeypatch.setattr("llmc.kernels.cublaslt.why_no_cublaslt", lambda: "")
     run.cuda, record = True, new_record("")
     with torch.no_grad():
         gpu_algorithms.algorithms(run, record)
@@ -507,7 +507,7 @@ def test_a_projection_that_adds_to_the_stream_is_measured_beside_the_passes_it_r
 
     take_in_turn(monkeypatch, cycle((2.0, 1.0, 3.0, 4.0)))
     monkeypatch.setattr(gpu_algorithms, "Algorithms", Library)
-    monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
+    monkeypatch.setattr("llmc.kernels.cublaslt.why_no_cublaslt", lambda: "")
     run.cuda, run.kernels, record = True, "triton", new_record("")
     with torch.no_grad():
         gpu_algorithms.residual_fusion(run, record)
@@ -555,7 +555,7 @@ def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run
 
 def test_gelu_inside_a_matmul_is_measured_beside_passes_of_its_own(run, monkeypatch):
     monkeypatch.setattr("llmc.kernels.cublaslt.MatmulGelu", TorchGelu)
-    monkeypatch.setattr("llmc.kernels.cublaslt.available", lambda: "")
+    monkeypatch.setattr("llmc.kernels.cublaslt.why_no_cublaslt", lambda: "")
     with pytest.raises(Skip, match="no CUDA device"):
         gpu_kernels.gelu_fusion(run, new_record(""))
     run.cuda, run.kernels, record = True, "torch", new_record("")

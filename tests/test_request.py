@@ -341,11 +341,11 @@ def test_attention_that_does_not_take_the_model_is_refused_with_what_to_do(preci
 def test_gelu_fusion_without_the_library_is_refused(monkeypatch):
     import llmc.kernels.cublaslt as cublaslt
 
-    monkeypatch.setattr(cublaslt, "available", lambda: "libcublasLt was not found")
+    monkeypatch.setattr(cublaslt, "why_no_cublaslt", lambda: "libcublasLt was not found")
     check_gelu_fusion(options())  # -ge 0 asks for nothing
     with pytest.raises(UserError, match="-ge 1: libcublasLt was not found; use -ge 0, which computes the same function"):
         check_gelu_fusion(options("-ge 1"))
-    monkeypatch.setattr(cublaslt, "available", lambda: "")
+    monkeypatch.setattr(cublaslt, "why_no_cublaslt", lambda: "")
     check_gelu_fusion(options("-ge 2 -r 1"))
 
 

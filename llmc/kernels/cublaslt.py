@@ -97,8 +97,8 @@ class ChosenMatmul:
     result: HeuristicResult
 
 
-def available() -> str:
-    """An empty string if cuBLASLt can be loaded, else one sentence saying why not. It says nothing about a card or a driver."""
+def why_no_cublaslt() -> str:
+    """Empty if cuBLASLt can be loaded, else the reason, one sentence. It says nothing about a card or a driver."""
     try:
         _library()
     except OSError as error:
@@ -116,7 +116,7 @@ class CublasLt:
 
     def __init__(self, workspace, *, tf32: bool = False):
         _check("workspace", workspace, dtype=torch.uint8, shape=(workspace.numel(),), alignment=WORKSPACE_ALIGNMENT)
-        why_not = available()
+        why_not = why_no_cublaslt()
         if why_not:
             raise RuntimeError(why_not)
         self._library = _library()
