@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from llmc.checkpoint.model_file import VERSIONS, map_parameters, read_model_header, write_model
+from llmc.checkpoint.model_file import VERSIONS, parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.data.tokenizer import CHARACTER_OF_BYTE, Tokenizer, find_tokenizer
 from llmc.errors import UserError, run_script
-from llmc.files import make_folder, replaced, write_atomically
+from llmc.files import HEADER_BYTES, Numbers, make_folder, replaced, write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes
 from llmc.units import round_up
@@ -252,19 +252,20 @@ def tokenizer_of(model, config: ModelConfig, path=None) -> tuple[dict[str, dict]
 
 def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, torch.Tensor]:
     """Hugging Face names -> tensors in the file's precision. The head is wte, so it is not included. Prints a note if padding is lost."""
-    flat, tensors, at = map_parameters(path, config, precision), {}, 0
+    parameters, tensors, at = Numbers(path, np.uint8, HEADER_BYTES), {}, 0
     for name, hf_name, shape in slices(config):
         n_bytes = prod(shape) * DTYPE_BYTES[precision]
-        tensor = torch.from_numpy(np.array(flat[at : at + n_bytes])).view(TORCH_DTYPE[precision]).reshape(shape)
+        tensor = torch.from_numpy(parameters.read(at, n_bytes)).view(TORCH_DTYPE[precision]).reshape(shape)
         tensors["transformer." + hf_name] = tensor.T.contiguous() if name in TRANSPOSED else tensor
         at += n_bytes
         if name == "wte":
             n_bytes = (config.padded_vocab_size - config.vocab_size) * config.channels * DTYPE_BYTES[precision]
-            if flat[at : at + n_bytes].any():
+            if parameters.read(at, n_bytes).any():
                 rows = f"{config.vocab_size} to {config.padded_vocab_size - 1}"
                 print(f"note: the padding rows {rows} of wte in {path} are not zero; they are dropped")
             at += n_bytes
-    assert at == flat.size
+    parameters.close()
+    assert at == parameter_bytes(config, precision)
     return tensors
 
 

@@ -14,7 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.debug_state import write_debug_state
-from llmc.checkpoint.model_file import map_parameters, read_model_header
+from llmc.checkpoint.model_file import read_model_header
+from llmc.checkpoint.snapshot import load_weights
 from llmc.config import ModelConfig
 from llmc.data.shards import open_shard
 from llmc.errors import UserError, run_script
@@ -34,7 +35,7 @@ def load_fp32_model(path, B: int, T: int) -> GPT2:
     if T > config.max_seq_len:
         raise UserError(f"-t {T} is longer than {path} knows positions for; expected at most {config.max_seq_len}")
     model = GPT2(Plan(PlanOptions(config, B, T, precision, device="cpu")))
-    model.flat["parameters"].view(torch.uint8).copy_(torch.from_numpy(np.array(map_parameters(path, config, precision))))
+    load_weights(path, model)
     return model
 
 

@@ -16,7 +16,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 from case_a import CONFIG as CASE_A
 from case_a import write_case_a
 
-from llmc.checkpoint.model_file import map_parameters, parameter_bytes, read_model_header, write_model
+from llmc.checkpoint.model_file import parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.data.tokenizer import BYTE_OF_ID, UNKNOWN, GPT2Encoder, Tokenizer
 from llmc.errors import UserError
@@ -53,7 +53,7 @@ def noise_bin(path, config, precision, padding=0) -> bytes:
 def by_name(path) -> dict[str, torch.Tensor]:
     """The 16 tensors of a .bin, cut by the table alone."""
     config, precision = read_model_header(path)
-    flat, at, tensors = torch.from_numpy(np.array(map_parameters(path, config, precision))).view(TORCH[precision]), 0, {}
+    flat, at, tensors = torch.from_numpy(np.fromfile(path, np.uint8, offset=HEADER_BYTES)).view(TORCH[precision]), 0, {}
     for name, shape in parameter_shapes(config).items():
         n = int(np.prod(shape))
         tensors[name] = flat[at : at + n].view(shape)

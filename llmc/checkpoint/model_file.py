@@ -63,8 +63,3 @@ def read_model_header(path) -> tuple[ModelConfig, str]:
     config = ModelConfig(*header[2:8].tolist()).check(str(path))
     check_size(path, HEADER_BYTES + parameter_bytes(config, precision), f"a {precision} model of {num_parameters(config)} parameters")
     return config, precision
-
-
-def map_parameters(path, config: ModelConfig, precision: str) -> np.memmap:
-    """(parameter_bytes,) uint8, read-only, paged in from the file as it is touched. The header must have been read first."""
-    return np.memmap(path, np.uint8, "r", offset=HEADER_BYTES, shape=(parameter_bytes(config, precision),))
