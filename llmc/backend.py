@@ -5,11 +5,15 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from llmc.cards import AMPERE, Device
 from llmc.errors import UserError
 from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, within_quota
 from llmc.processor import cpu_gains_from_bf16, cpu_name
+
+if TYPE_CHECKING:
+    import torch
 
 # --matmul -> torch's name of what runs a GPU's matmuls without a bias
 MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt", "fp8": "cublas"}
@@ -19,7 +23,7 @@ MATMUL_LIBRARY = {"auto": "cublas", "cublas": "cublas", "cublaslt": "cublaslt", 
 class Backend:
     """A device ready for use. kind is cpu or cuda; name as the vendor writes it."""
 
-    device: "torch.device"  # noqa: F821
+    device: "torch.device"
     kind: str
     name: str
 

@@ -162,7 +162,7 @@ def open_tensors(folder: Path) -> dict:
             raise UserError(f"{folder / file} does not exist; expected safetensors, so save the model with transformers' save_pretrained")
         try:
             opened = safetensors.safe_open(folder / file, framework="pt")
-            tensors.update({name.removeprefix("transformer."): opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118, not a dict
+            tensors.update({name.removeprefix("transformer."): opened.get_slice(name) for name in opened.keys()})  # it is no dict
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{folder / file} is damaged ({error}); download or save it again") from None
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED)}

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmc.distributed.place import Place
 from llmc.errors import (
     INPUT_CODE, MEMORY_CODE, NotEnoughMemory, RankLost, UserError, interrupt_code, is_out_of_memory, lines_of, unusable_path,
 )  # fmt: skip
 from llmc.host import processor_quota
+
+if TYPE_CHECKING:
+    from llmc.distributed.rendezvous import Meeting
+    from llmc.distributed.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +32,8 @@ class World:
     num_processes: int = 1
     num_local: int = 1
     threads: int = 0
-    watch: "Watch | None" = None  # noqa: F821
-    meeting: "Meeting | None" = None  # noqa: F821
+    watch: "Watch | None" = None
+    meeting: "Meeting | None" = None
 
     def progress(self, what: str) -> None:
         """Say what begins now, such as "step 12". If this rank is lost, the others are told where it was."""
