@@ -256,7 +256,7 @@ def build(run: Run):
     if s.log_gpu_every > 0:
         device_line(run.backend)  # learn now, not after -lg steps, that there is nothing to ask
     if s.output_dir:
-        check_shared(world, s.output_dir, "-o")
+        check_shared(world, s.output_dir)
         print_disk_note(run)
     world.progress("building the model")
     compile_kernels(run)

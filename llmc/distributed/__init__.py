@@ -227,8 +227,8 @@ def different_from_first(world: World, facts: dict, title: str) -> dict:
     return {name: value for name, value in json.loads(store.get(title)).items() if value != facts.get(name)}
 
 
-def check_shared(world: World, folder, flag: str) -> None:
-    """Raise UserError unless this rank sees what rank 0 writes into a folder, which exists on rank 0's machine."""
+def check_shared(world: World, folder) -> None:
+    """Raise UserError unless this rank sees what rank 0 writes into the folder of -o, which exists on rank 0's machine."""
     if world.num_processes == 1:
         return
     from llmc.distributed.rendezvous import everybody
@@ -241,7 +241,7 @@ def check_shared(world: World, folder, flag: str) -> None:
             store.set("shared file", path.name)
         if not (Path(folder) / store.get("shared file").decode()).exists():
             raise UserError(
-                f"{flag} {folder}: rank {world.rank} does not see there what rank 0 writes; give a folder that all machines share"
+                f"-o {folder}: rank {world.rank} does not see there what rank 0 writes; give a folder that all machines share"
             )
         everybody(world.meeting, "saw the shared folder")
     finally:
