@@ -238,8 +238,8 @@ def _or_nothing(read, *args):
 def sources():
     """A hash of what kernels are compiled from: their own files, and those whose constants they use."""
     folder = Path(__file__).resolve().parent
-    shared = [folder.parent / "memory" / "tuning.py", folder.parent / "units.py"]
-    files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), *shared])
+    constants = [folder.parent / "memory" / "tuning.py", folder.parent / "units.py"]
+    files = sorted([*folder.glob("*.py"), *(folder.parent / "layers").glob("*.py"), *constants])
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).digest()
 
 

@@ -6,6 +6,10 @@ Only additions by plus may be reordered, so that the compiler can sum in vectors
 
 Python's operators would make uint32 arithmetic 64 bits wide, and halve a vector's lanes, so integers are combined by functions
 that emit a single instruction. Kernels see flat arrays, with bf16 as uint16; load widens from it, and store narrows to it.
+
+Two habits of numba's shape the kernels. The index of a prange loop is a uint64, and min() of that and an int64 is an fp64: so kernels take
+np.int64 of the index first. And an argument that is None has a type of its own, for which a kernel is compiled by itself, without the
+branches that need the argument: so None stands for what a form lacks (a master, a residual, a table).
 """
 
 from contextlib import contextmanager

@@ -61,7 +61,7 @@ def _encoder_backward(dwte, dwpe, dout, positions, groups, B, T, C, first_noise_
 
 
 def encoder_forward(out, inputs, wte, wpe):
-    B, T, C = out.shape
+    _, T, C = out.shape
     assert T <= len(wpe), "positions beyond the last: nothing below would notice"
     door.launch(_encoder_forward, array(out), array(inputs), array(wte), array(wpe), T, C)
 

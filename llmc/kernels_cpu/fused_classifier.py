@@ -12,6 +12,7 @@ from llmc.kernels_cpu.door import (
 )  # fmt: skip
 
 BLOCK = 1024  # exponentials that are summed in fp32; the sums of blocks in fp64
+PARTS = 64  # of the rows, about: even shares for many threads, but not more than that, as each part makes an array for a row
 
 
 @helper
@@ -63,9 +64,9 @@ def _classify(logits, losses, targets, dloss, n, rows_each, parts, V, Vp):
 
 
 def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows_at_once):
-    """scratch and rows_at_once are not used: each thread allocates a row in fp32."""
+    """scratch and rows_at_once are not used: each part of the rows allocates one in fp32."""
     n, Vp = logits.shape
-    rows_each = max(1, n // 64)
+    rows_each = max(1, n // PARTS)
     door.launch(
         _classify, array(logits), array(losses), array(targets), None if dloss is None else np.float32(dloss),
         n, rows_each, door.cdiv(n, rows_each), V, Vp,

@@ -153,7 +153,7 @@ def layernorm_backward(dresidual, dweight, dbias, dproj_bias, dout, inp, weight,
     n, _ = rows_of(inp).shape
     partials = scratch["column_partials"]
     rows_each, parts = parts_of(n, partials)
-    projection = None if dproj_bias is None else True
+    projection = None if dproj_bias is None else True  # a type, not a value, so that the kernel has no branch
     arrays = (array(t) for t in (dout, inp, weight, mean, rstd))
     door.launch(_layernorm_backward, array(dresidual), array(partials), projection, *arrays, n, rows_each, parts, partials.shape[1])
     finish_columns([dweight, dbias] if dproj_bias is None else [dweight, dbias, dproj_bias], partials, parts, accumulate)
