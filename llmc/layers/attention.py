@@ -2,7 +2,8 @@
 
 The kernels are torch's own, called below autograd. They allocate the tensors that they return, which are copied into the arena
 and freed at once; the plan counts these as library memory. In bf16 a GPU run uses llmc/kernels/attention.py instead, unless
---attention or --kernels torch asks for these, or heads have more than 128 channels. Attention on a CPU is in attention_cpu.py.
+--attention or --kernels torch asks for these, or heads have more than 128 channels. Attention on a CPU is in attention_cpu.py, but for
+one row, where torch's kernel serves.
 Source: Dao et al. 2022; llm.c llmc/cudnn_att.cpp.
 """
 

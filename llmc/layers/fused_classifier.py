@@ -28,10 +28,10 @@ def fused_classifier_inplace(logits, losses, targets, scratch, *, V, dloss, rows
         torch.gather(x, 1, index, out=target_logit[part, None])
         torch.sum(x.exp_(), 1, out=row_sum[part])
         if dloss is not None:
-            # dlogits = exp(x) * dloss / sum - onehot * dloss
-            torch.reciprocal(row_sum[part], out=row_max[part]).mul_(dloss)
-            x.mul_(row_max[part, None])
-            x.scatter_add_(1, index, row_max[part, None].fill_(-dloss))  # one element per row: no order to depend on
+            # dlogits = exp(x) * dloss / sum - onehot * dloss; both factors take the place of row_max, which is no longer needed
+            factor = torch.reciprocal(row_sum[part], out=row_max[part]).mul_(dloss)
+            x.mul_(factor[:, None])
+            x.scatter_add_(1, index, factor.fill_(-dloss)[:, None])  # one element per row: no order to depend on
             if rows is not None:
                 logits[part, :V].copy_(x)
     if dloss is not None:

@@ -20,7 +20,7 @@ from llmc.layers.rows import finish_column_sums, row_pieces, rows_of, widened
 A = 2 * sqrt(2 / pi)
 B = 0.044715 * A
 FLATTEST = 9.0
-HALF = torch.tensor(0.5)
+HALF = torch.tensor(0.5)  # torch.sub takes no plain number first; a tensor of one number on a CPU goes with any device
 
 
 def gelu_forward(out, inp, scratch):
