@@ -22,7 +22,7 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities of the first cards with 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """peak: its name in llmc.mfu.PEAKS"""
+    """A GPU, by what its plans and times depend on. peak: its row in llmc.mfu.PEAKS."""
 
     peak: str
     memory_mib: int

@@ -15,8 +15,9 @@ from llmc.memory.ladder import NOT_KEPT, can_offload
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option. `long` has no dashes; a bool is a switch, present or absent; `also` are values outside the range, or words,
-    that mean something."""
+    """One option. `long` has no dashes; a bool is a switch, present or absent; `value` stands for its value in --help; a text must match
+    `pattern`, if there is one; `also` are values outside the range, or words, that mean something; `hint` ends the sentence about a value
+    that it does not take."""
 
     short: tuple[str, ...]
     long: str

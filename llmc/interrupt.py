@@ -17,9 +17,9 @@ PASSED_ON_S = 5
 
 
 class StopRequest:
-    """Remembers the first SIGINT, SIGTERM or SIGHUP. After it a SIGINT has the system's default effect: the process ends at once. So has a
-    SIGTERM, but for PASSED_ON_S. Another SIGHUP is ignored, as a closed terminal may send several; where nohup has SIGHUP ignored, it
-    stays so.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP. After it a SIGINT has the system's default effect: the process ends at once. So does a
+    SIGTERM, once PASSED_ON_S seconds have passed, before which it is ignored. Another SIGHUP is ignored, as a closed terminal may send
+    several; where nohup has SIGHUP ignored, it stays so.
 
     requested    whether this process was asked to stop
     agreed       whether the run stops: with several processes, once all know that one was asked. They tell each other every step, and

@@ -12,8 +12,8 @@ NAME_WIDTH, VALUE_WIDTH = 21, 50  # of the parameter table
 
 
 class Logger:
-    """DIR/main.log, one line per measurement; without a folder, nothing. Each line is with the operating system when its call returns, but
-    for those before the first training step, which wait for it, or for the end.
+    """DIR/main.log, one line per measurement; without a folder, nothing. The operating system has a line when its call returns; only those
+    before the first training step wait, for that step or the end of the run.
 
     So a run that is refused, or ends before it has trained, leaves the log of an earlier one. A fresh run (resume_step None) that trains
     begins an empty file, and that of an earlier one that trained becomes main.log.1, or has the next number that is free: it may be the

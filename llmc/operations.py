@@ -7,8 +7,8 @@ from llmc.layers import cpu_attention, in_halves, torch_operations
 
 
 def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
-    """The functions a model runs, by name, as torch's operations or Triton's or numba's kernels, among them the halves of
-    llmc.layers.in_halves.
+    """The functions that a model runs, under their names: torch's operations, or Triton's or numba's kernels. What llmc.layers.in_halves
+    splits is there as its two halves.
 
     matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
     attention  the kind, as PlanOptions.attention_kind has it
@@ -29,7 +29,7 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
 
 
 def attention_operations(kind: str, kernels: str, functions: dict) -> dict:
-    """Name -> function: attention_forward, attention_backward and attention_one_row. With numba's kernels it is theirs, of any kind."""
+    """Name -> function: attention_forward, attention_backward and attention_one_row. numba's kernels have their own, whatever the kind."""
     if kernels == "numba":
         from llmc.kernels_cpu.functions import numba_attention
 

@@ -78,7 +78,7 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 
-# what a run that goes on may change: a line tells each (changes_since). Tokens per step are among them, as -d or as what -b and -t come to
+# flags that a resumed run may change, of which a line then tells (changes_since). total_batch_size is -d, or what -b and -t come to
 OPTIMISATION = (
     "learning_rate", "lr_scheduler", "warmup_steps", "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "total_batch_size",
 )  # fmt: skip

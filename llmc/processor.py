@@ -100,5 +100,5 @@ def matmul_kind(matmul: str, kind: str, precision: str, kernels: str) -> str:
 
 
 def factor_type(kind: str, precision: str) -> str:
-    """fp32 or bf16: what numba's kernels multiply on this CPU. On a GPU, where there are none, as the weights."""
+    """fp32 or bf16: what numba's kernels multiply on this CPU. For a GPU, which runs none of them, the type of the weights."""
     return precision if kind != "cpu" or cpu_pairs_bf16() or cpu_has_amx() else "fp32"

@@ -35,7 +35,8 @@ ALONE = World()
 
 
 def data_ranks(s: Settings, world: World) -> int:
-    """Ranks that read different data: all, but for tensor parallelism. Raises UserError where the parts do not come out even."""
+    """How many ranks read different data: all or, with tensor parallelism, one of each group. Raises UserError if groups do not come out
+    even."""
     if world.num_processes % s.tensor_parallel:
         raise UserError(
             f"--tensor-parallel {s.tensor_parallel} does not divide the {world.num_processes} processes of this run; "

@@ -11,7 +11,7 @@ from llmc.staging import stage_encoder_backward
 
 
 def numba_operations() -> dict:
-    """Name -> launcher; what llmc.layers.in_halves has in halves is here in halves alone."""
+    """Name -> launcher. Of the functions that llmc.layers.in_halves splits there are only the halves here, stage_* and launch_*."""
     launchers = (
         encoder_forward, stage_encoder_backward, launch_encoder_backward, layernorm_forward, residual_layernorm_forward,
         layernorm_normalize, layernorm_backward, gelu_forward, gelu_backward_inplace, fused_classifier_inplace, global_norm,
@@ -21,5 +21,5 @@ def numba_operations() -> dict:
 
 
 def numba_attention() -> dict:
-    """The same for attention, which needs none of the others: it packs its gradients, and sums the bias gradient, itself."""
+    """The same for attention, which has no use for a pack_gradients: it packs its gradients, and sums the bias gradient, itself."""
     return {f.__name__: f for f in (attention_forward, attention_backward, attention_one_row)}

@@ -34,7 +34,7 @@ def kept_names(level: int) -> tuple[str, ...]:
 
 
 def can_keep_gathered(level: int) -> bool:
-    """Whether the rows that tensor parallelism gathers can be kept at a level: where the layernorms of which they are, are kept."""
+    """Whether a level can keep the rows that tensor parallelism gathers: they are those of ln1 and ln2, which it must then keep."""
     return {"ln1", "ln2"}.issubset(kept_names(level))
 
 

@@ -36,7 +36,7 @@ class PlanOptions:
     data_ranks: int = 1  # ranks that train on different data
     zero_stage: int = 0  # what each of them holds only a share of: 1 m, v and master, 2 gradients too, 3 weights too
     tensor_parallel: int = 1  # parts of the model, one process each: there are data_ranks x tensor_parallel ranks
-    matmul: str = "native"  # torch's; on a CPU also numba, or widened: torch's in fp32, of bf16 factors; on a GPU also fp8, of layers
+    matmul: str = "native"  # torch's; on a CPU also numba, or widened (torch's in fp32, of bf16 factors); on a GPU also fp8, in layers only
     factors: str = ""  # bf16 | fp32: the type that numba's kernels multiply; empty: as the weights
     step_sequences: int = 0  # sequences of each rank in a step; more than B make several micro-steps
     reduce_every_micro_step: bool = False  # sum gradients over ranks after each of several micro-steps, as stages 2 and 3 must
@@ -44,7 +44,7 @@ class PlanOptions:
     processors: int = 132  # multiprocessors of the card, by default an H100's: flash attention's memory depends on them
     async_checkpoint: bool = False  # checkpoints are written while training goes on, from a copy in host memory
     trains: bool = True  # else it only evaluates and samples: no gradients, no optimizer state, and nothing is kept for backward
-    rank: int = 0  # the rank that the plan is for. Only that copy depends on it: rank 0's is the largest, so all ranks choose by its plan
+    rank: int = 0  # whose plan it is. Only the copy of async_checkpoint depends on it: rank 0's is the largest, so all choose by its plan
 
     def only_evaluating(self) -> "PlanOptions":
         """These options for a run that trains nothing: without all that is only for training, at the level that keeps least."""
@@ -60,7 +60,7 @@ class PlanOptions:
 
     @property
     def fused(self) -> bool:
-        """Whether kernels run that, each in one pass, rather than torch's operations piece by piece."""
+        """Whether it is kernels, each of which goes over its tensors once, rather than torch's operations, which go piece by piece."""
         return self.kernel_set != "torch"
 
     @property
@@ -120,7 +120,7 @@ class PlanOptions:
 
     @property
     def state_tensors(self) -> tuple[str, ...]:
-        """What a checkpoint's state files hold: m and v, and with master weights these; fp32 weights are their own."""
+        """What a checkpoint's state files hold: m, v and, unless there is none, the fp32 master; fp32 weights are their own master."""
         return ("m", "v") if self.master == "none" else ("m", "v", "master")
 
     @property
@@ -141,7 +141,7 @@ class PlanOptions:
 
     @property
     def reduces_always(self) -> bool:
-        """Whether ranks sum the gradients of every micro-step, and add up these sums; else each adds up a step's before they are summed."""
+        """Whether ranks sum the gradients of every micro-step, and add up the sums; else each adds up its own, to be summed once a step."""
         if self.zero_stage >= SHARDED_FROM["gradients"]:
             return self.data_ranks > 1
         return self.reduce_every_micro_step and self.shares and self.step_sequences > self.B

@@ -1,4 +1,4 @@
-"""Which of a few slots a layer's numbers lie in, where layers take turns in the slots."""
+"""Layers that take turns in a few slots of memory: how many slots there are, and which of them a layer takes."""
 
 LAYER_SLOTS = 2  # whole layers of sharded weights, and of gradients: one in use, one in transit
 OFFLOAD_SLOTS = 3  # residuals on the device with --offload-residual: one in use, one on its way in, one on its way out

@@ -32,7 +32,7 @@ PURPOSES = {
     "gradients all parts have": ("parts", True),
     "loss and norm": ("all", True),
 }
-STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # read rows that an earlier stage gathered, unless replaced since
+STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # stages that read rows gathered earlier, unless these were replaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 TILE_ROWS, TILE_DEPTH = 4, 32
 ATTENTION_ROWS = 64  # queries, or keys, that a program of Triton's attention handles
 ATTENTION_BLOCK = 64  # queries that numba's attention handles at once; keys, and channels of a head, are rounded up to it: whole tiles
-# numba's matmuls. A thread packs at once a panel of the right matrix, of so many factors (an fp32 or two bf16) by so many columns, 128 KiB
-# (more with AMX or large tiles, where threads are few), beside a tile's rows of the left matrix
+# numba's matmuls. At a time, a thread packs a panel of the right matrix, MATMUL_DEPTH factors (each an fp32 or two bf16) by MATMUL_PANEL
+# columns: 128 KiB, or more with AMX or large tiles, if threads are few. Behind it there is room for a tile's rows of the left matrix
 MATMUL_DEPTH, MATMUL_PANEL = 256, 128
 MATMUL_BLOCK = 64  # rows of the left matrix that threads are given together
 MATMUL_ROWS = 256  # rows whose sums each worker has room for
 MATMUL_WORKSPACE = 32 * MIB  # cuBLASLt's, as NVIDIA advises for Hopper
 FP8_PARTIALS = 1024  # parts of a tensor, in each of which the largest element is found before the tensor is converted to FP8
 FP8_MULTIPLE = 16  # FP8 matmuls need multiples of it in every dimension but the rows of an output
-# what the update's kernels read of each tensor: a row of chunk_layout, which never changes, and numbers that do, with more for the step
+# what the update's kernels read: for each tensor a row of chunk_layout, which never changes, and numbers that do; and numbers of the step
 UPDATE_COLUMNS, NUMBERS_OF_TENSOR, NUMBERS_OF_STEP = 5, 3, 2
 CHECKPOINT_ELEMENTS = 1 << 20  # of the arena that a checkpoint handles at a time, where the update itself needs no scratch
 HEAD_GROUP = 4  # chunks whose weight gradients are added up in bf16; groups are added up in fp32
