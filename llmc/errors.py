@@ -5,7 +5,8 @@ import os
 import sys
 from typing import NoReturn
 
-OUTPUT_CODE, INPUT_CODE, MEMORY_CODE, LOST_CODE, INTERRUPT_CODE = 1, 2, 3, 4, 130  # exit codes; llmc.flags.EXIT_CODES says what they mean
+# exit codes; llmc.flags.EXIT_CODES says what they mean. The last three are what a shell reports for SIGHUP, SIGINT and SIGTERM
+OUTPUT_CODE, INPUT_CODE, MEMORY_CODE, LOST_CODE, HANGUP_CODE, INTERRUPT_CODE, TERMINATED_CODE = 1, 2, 3, 4, 129, 130, 143
 
 # what to do where a checkpoint cannot be used
 RESUME_FROM_ANOTHER = "resume from another checkpoint: remove this one's DONE file, and -y 1 takes the one before"

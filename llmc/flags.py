@@ -9,7 +9,7 @@ from math import inf
 from os.path import expanduser
 from re import compile, fullmatch
 
-from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE, OUTPUT_CODE, UserError
+from llmc.errors import HANGUP_CODE, INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE, OUTPUT_CODE, TERMINATED_CODE, UserError
 from llmc.memory.ladder import NOT_KEPT, can_offload
 
 
@@ -237,7 +237,7 @@ EXIT_CODES = {
     MEMORY_CODE: "it does not fit in memory",
     LOST_CODE: "another rank was lost; start all again with -y 1",
     INTERRUPT_CODE: "stopped by Ctrl-C, with a checkpoint if it trained and there is -o",
-    143: "a second SIGTERM, or one before the first step (a SIGHUP then: 129)",
+    TERMINATED_CODE: f"a second SIGTERM, or one before the first step (a SIGHUP then: {HANGUP_CODE})",
 }
 
 EXAMPLES = (

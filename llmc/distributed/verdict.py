@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from llmc.distributed.place import START_AGAIN
 from llmc.distributed.rendezvous import LOST_AFTER_S, Member
-from llmc.errors import INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE
+from llmc.errors import HANGUP_CODE, INPUT_CODE, INTERRUPT_CODE, LOST_CODE, MEMORY_CODE, TERMINATED_CODE
 
 DOUBTFUL_AFTER_S = 2.0  # from here on a rank may be gone, so nobody is judged for anything else
 SETTLE_S = LOST_AFTER_S + 2  # if no lost rank has shown by then, a collective failed for another reason
 LONGEST_LOOK_S = 1.0  # the longest time counted between two looks: in any more, this process did not run
 # of a rank that stopped: starting all again cannot help then, or is not wanted, as after Ctrl-C, SIGHUP and SIGTERM
-FINAL_CODES = (INPUT_CODE, MEMORY_CODE, INTERRUPT_CODE, 129, 143)
+FINAL_CODES = (INPUT_CODE, MEMORY_CODE, HANGUP_CODE, INTERRUPT_CODE, TERMINATED_CODE)
 DONE = "done"
 
 
