@@ -7,7 +7,7 @@ from llmc.checkpoint.store import steps_done
 from llmc.config import GPT2_VOCAB_SIZE, ModelConfig
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.flags import FLAGS, Settings
-from llmc.logger import LOG_NAME, is_of_training, old_name, table_row, table_rule
+from llmc.logger import LOG_NAME, VALUE_WIDTH, is_of_training, old_name, table_row, table_rule
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.rooms import head_chunk_rows
@@ -41,7 +41,7 @@ def print_settings(s: Settings, total_batch_size: int):
 def print_device(name: str, peak_tflops: float, precision: str):
     """The device's part of the table."""
     peak = f"{peak_tflops:.1f}" if peak_tflops >= 1 else f"{peak_tflops:.3f}"
-    print_rows({"device": name[:50], "peak TFlops": peak, "precision": precision})
+    print_rows({"device": name[:VALUE_WIDTH], "peak TFlops": peak, "precision": precision})
 
 
 def print_model(config: ModelConfig, source: str):
