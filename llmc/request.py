@@ -54,8 +54,8 @@ def micro_steps(s: Settings, world: World) -> int:
         below, above = total // per_micro_step * per_micro_step, round_up(total, per_micro_step)
         choice = f"{below} or {above}" if below else above
         raise UserError(
-            f"-d {total} is not a multiple of B*T*processes = {s.batch_size}*{s.sequence_length}*{ranks} = {per_micro_step}; "
-            f"use -d {choice}"
+            f"-d {total} is not a multiple of B*T*{'processes' if s.tensor_parallel == 1 else 'groups'} = "
+            f"{s.batch_size}*{s.sequence_length}*{ranks} = {per_micro_step}; use -d {choice}"
         )
     return total // per_micro_step
 

@@ -249,7 +249,7 @@ def test_a_plan_refuses_what_a_run_would(flags, sentence):
     ("-e d48 --ranks 1024 -z 3", "-z 3 shares every tensor out over 1024 processes, which do not divide C = 1600"),
     ("-e d48 --ranks 1024 --tensor-parallel 32", "--tensor-parallel 32 is more than there are heads, 25"),
     ("-e d12 --ranks 10 --tensor-parallel 4", "--tensor-parallel 4 does not divide the 10 processes of this run"),
-    ("-e gpt3:c2048 --ranks 1024 -z 1 --tensor-parallel 16 -d 4096", "-d 4096 is not a multiple of B*T*processes = 4*1024*64"),
+    ("-e gpt3:c2048 --ranks 1024 -z 1 --tensor-parallel 16 -d 4096", "-d 4096 is not a multiple of B*T*groups = 4*1024*64"),
 ])  # fmt: skip
 def test_ranks_that_could_not_run_are_not_planned_for_either(flags, sentence):
     with pytest.raises(UserError) as refusal:
