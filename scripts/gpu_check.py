@@ -131,6 +131,7 @@ SECTIONS = (
     Section("residual_fusion", "The residual stream inside the matmul", gpu_algorithms.residual_fusion, 8),
     Section("profile", "Where a step's time goes", gpu_steps.profile, 12),
     Section("tune_attention", "Attention's tile sizes, registers and stages", gpu_tune.tune_attention, 20),
+    Section("tune_steps", "A training step with other kernels", gpu_tune.tune_steps, 30),
     Section("tune", "Tile sizes and warps", gpu_tune.tune, 20),
     Section("more_compile", "Plain PyTorch again: bf16 throughout, and a larger model", gpu_compared.compared_again, 60),
     Section("goals", "Goals", gpu_goals.goals, 0, on_device=False),

@@ -1,16 +1,21 @@
 """Sections of gpu_check.py that only --tune runs: other values of constants and launch options of Triton's kernels."""
 
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 
-from scripts.gpu_common import Skip, attempt, measure, table, while_time
+from llmc.memory.rooms import head_chunk_rows
+from scripts.gpu_common import Skip, attempt, free_memory, measure, table, while_time
+from scripts.gpu_compared import measure_steps_in_turn
 from scripts.gpu_kernels import KERNELS, STAGED, Attention, Room, evaluate, letters
+from scripts.gpu_steps import our_step
 
 # options of a launch, which are given at door.launch, are treated as constants too: of "door" for every kernel, or of a kernel's name for
 # that one
-LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg"}
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg", "LAST_FIRST"}
 ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
 WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
 # operation -> (module of llmc.kernels, constant, values to try)
@@ -68,6 +73,21 @@ def tune(run, record):
             table(record, "").append({"kernel": kernel.name, "ms as it is": default, "best ms": best, "best": found})
 
 
+@dataclass(frozen=True)
+class WholeHeads:
+    """The attention_backward of gpu_heads.py with these tiles, to be set in the module functions."""
+
+    keys: int
+    queries: int
+    warps: int
+    __name__ = "attention_backward"
+
+    def __call__(self, *args, **options):
+        from scripts.gpu_heads import attention_backward  # here: kernels are defined only when it is known whether they are interpreted
+
+        attention_backward(*args, **options, **asdict(self))
+
+
 # for Triton's attention, sets of changes made together: {(module or kernel, constant): value}, the most promising first. The second of
 # two values is for heads of more than 64 channels, which no shape here has. Compiled for sm90, the kernel of keys takes 167 registers, so
 # a multiprocessor has room for three of its programs; with 128, at which its main loop reads one spilled number, for four. The other two
@@ -75,7 +95,13 @@ def tune(run, record):
 KEYS, QUERIES, FORWARD = "_attention_backward_keys", "_attention_backward_queries", "_attention_forward"
 MORE_KEYS, MORE_QUERIES = {(KEYS, "maxnreg"): 128}, {(QUERIES, "maxnreg"): 96}
 MORE_FORWARD = {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
+# Backward by whole heads, with large tiles and with small ones: as many registers as it likes leave room for one program of eight warps, or
+# two of four. With a limit there is room for one more; 14 and 15 numbers are then read back in a turn of its main loop
+HEADS = "_attention_backward_heads"
+LARGE_HEADS, SMALL_HEADS = ({("functions", "attention_backward"): WholeHeads(*tiles)} for tiles in ((128, 32, 8), (64, 32, 4)))
+MORE_LARGE_HEADS, MORE_SMALL_HEADS = LARGE_HEADS | {(HEADS, "maxnreg"): 128}, SMALL_HEADS | {(HEADS, "maxnreg"): 168}
 ATTENTION_SWEEP = (
+    MORE_LARGE_HEADS, LARGE_HEADS, MORE_SMALL_HEADS, SMALL_HEADS,
     MORE_KEYS | MORE_QUERIES | MORE_FORWARD, MORE_KEYS, MORE_QUERIES, MORE_FORWARD,
     *({(kernel, "num_stages"): stages} for kernel in (KEYS, QUERIES, FORWARD) for stages in (2, 4)),
     *({("attention", "FORWARD_KEYS"): (rows, 32)} for rows in (32, 128)),
@@ -99,6 +125,54 @@ def tune_attention(run, record):
             (forward, _), (backward, _) = (measure(run, *(getattr(one, way) for one in sets)) for way in ("forward", "backward"))
             row = {"B": shape[0], "NH": shape[1], "changed": what, "forward ms": forward, "backward ms": backward}
             table(record, "").append(row)
+
+
+# for whole steps: kernels that begin with what the one before wrote last, which may be in the L2 still, and end with what the next reads
+# first. A kernel measured alone does not show that. The limit is what leaves room for four programs of _gelu_backward, as there is without
+LAST_FIRST = {(kernel, "LAST_FIRST"): True for kernel in ("_layernorm_forward", "_gelu_forward", "_gelu_backward", "_classify")}
+LAST_FIRST["_gelu_backward", "maxnreg"] = 64
+STEP_SWEEP = (
+    ("last rows first", LAST_FIRST), ("backward by whole heads", MORE_LARGE_HEADS), ("backward by small whole heads", MORE_SMALL_HEADS),
+    ("more programs of attention", MORE_KEYS | MORE_QUERIES | MORE_FORWARD),
+)  # fmt: skip
+NO_SCRATCH = {"column_partials": None}
+
+
+def tune_steps(run, record):
+    """A step as it is and with each set of changes, in turn; and with the head in chunks of twice as many rows, which at -b 64 of d12 are
+    so few that their weight gradients need no sum in fp32."""
+    if run.args.tune is None:
+        raise Skip("only with --tune")
+    if run.no_triton or not run.cuda:
+        raise Skip(run.no_triton or "a step's kernels follow one another in a GPU's cache, and there is no CUDA device")
+    s = run.sizes
+    rows = 2 * head_chunk_rows(run.options(s.config, s.B, s.T))
+    cases = [(what, change, {}) for what, change in STEP_SWEEP] + [(f"--head-chunk {rows}", {}, {"head_chunk": rows})]
+    for what, change, forms in while_time(run, record, cases, 15, name=lambda case: case[0]):
+        with attempt(record, what):
+            table(record, "").append({"changed": what} | changed_step(run, change, forms))
+        free_memory()
+
+
+def changed_step(run, change, forms) -> dict:
+    """The times and the losses of a step with these changes, or these options, and of the step as it is."""
+    s, room = run.sizes, SimpleNamespace(scratch=dict(NO_SCRATCH))
+    as_it_is, _ = our_step(run, s.config, s.B, s.T)
+    with constants(room, change):  # what a model runs is chosen when it is made
+        changed, _ = our_step(run, s.config, s.B, s.T, **forms)
+
+    def step():
+        with constants(room, change):  # how it is launched, each time, or when it is captured
+            return changed()
+
+    from scripts.gpu_heads import forget_room  # here, as above
+
+    try:
+        found = measure_steps_in_turn(run, {"as it is": as_it_is, "changed": step})
+    finally:
+        forget_room()
+    (usual_ms, _, usual_loss), (ms, spread, loss) = found["as it is"], found["changed"]
+    return {"ms": ms, "spread": spread, "ms as it is": usual_ms, "ratio": ms / usual_ms, "loss": loss, "loss as it is": usual_loss}
 
 
 def with_option(launch, owner, name, value):

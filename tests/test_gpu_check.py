@@ -29,7 +29,7 @@ from scripts import gpu_algorithms, gpu_check, gpu_common, gpu_compared, gpu_fp8
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
 from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
-from scripts.gpu_tune import FORWARD, KEYS, QUERIES
+from scripts.gpu_tune import FORWARD, HEADS, KEYS, LAST_FIRST, QUERIES
 from scripts.gpu_report import DRY_NOTICE
 from scripts.gpu_steps import EAGER, our_kernels, our_step, pytest_outputs, report_tests
 
@@ -62,7 +62,7 @@ def test_a_dry_run_reports_every_section_with_its_status(dry_run):
         assert bool(section["reason"]) == (section["status"] != "ran"), name
     skipped = {name for name, s in sections.items() if s["status"] == "skipped"}
     a_gpu_s = {"attention_steps", "attention", "gelu_fusion", "fp8", "fp8_curve", "algorithms", "residual_fusion", "tune_attention"}
-    assert skipped - {"kernels"} == {"llmc", "tune", *a_gpu_s}
+    assert skipped - {"kernels"} == {"llmc", "tune", "tune_steps", *a_gpu_s}
 
 
 def test_the_report_says_at_its_top_that_it_is_a_dry_run(dry_run):
@@ -400,22 +400,65 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     pytest.importorskip("triton")
     from llmc.kernels import attention, door
 
-    launched, constants = [], (attention.FORWARD_KEYS, attention.WARPS)
-    monkeypatch.setattr(door, "launch", lambda kernel, *args, **options: launched.append((kernel.fn.__name__, options)))
+    constants, record, by_row = (attention.FORWARD_KEYS, attention.WARPS), new_record(""), {}
+
+    def launch(kernel, *args, **options):
+        by_row.setdefault(len(table(record, "")), []).append((kernel.fn.__name__, options))
+
+    monkeypatch.setattr(door, "launch", launch)
     monkeypatch.setattr(gpu_tune, "measure", lambda run, *calls: ([call() for call in calls], 0.0))
-    run.cuda, run.no_triton, run.args.tune, record = True, "", [], new_record("")
+    run.cuda, run.no_triton, run.args.tune = True, "", []
     gpu_tune.tune_attention(run, record)
     assert not record["errors"] and not record["not_run"]
     changes = [row["changed"] for row in record["tables"][""]]
     assert len(changes) == len(set(changes)) == 1 + len(gpu_tune.ATTENTION_SWEEP)
-    each = len(launched) // len(changes)
-    of = {change: launched[each * i : each * (i + 1)] for i, change in enumerate(changes)}
+    of, launched = {change: by_row[i] for i, change in enumerate(changes)}, [launch for row in by_row.values() for launch in row]
     limited = {change: {(name, o["maxnreg"]) for name, o in of[change] if "maxnreg" in o} for change in changes}
     assert limited["nothing"] == limited["attention FORWARD_KEYS (32, 32)"] == set()
-    assert limited[changes[1]] == {(FORWARD, 96), (QUERIES, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
+    [all_three] = (change for change in changes if len(limited[change]) > 1)
+    assert limited[all_three] == {(FORWARD, 96), (QUERIES, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
+    whole = {change: {name for name, _ in of[change] if "backward" in name} for change in changes}
+    assert [whole[change] for change in changes[1:5]] == 4 * [{HEADS}] and {HEADS} not in [whole["nothing"], whole[changes[5]]]
+    assert limited[changes[1]] == {(HEADS, 128)} and limited[changes[2]] == set()
     tiles = {(name, options.get("KEYS", options.get("QUERIES")), options.get("num_warps")) for name, options in launched}
     assert {(FORWARD, 128, 4), (QUERIES, 64, 4), (KEYS, 16, 4), (KEYS, 32, 8)} <= tiles
     assert (attention.FORWARD_KEYS, attention.WARPS) == constants and "maxnreg" not in launched[-1][1]
+
+
+def test_whole_steps_are_measured_with_each_change_beside_the_step_as_it_is(run, monkeypatch):
+    """A CPU runs them, as steps of the interpreter. What only changes the order of programs changes no bit of the loss."""
+    pytest.importorskip("triton")
+    from llmc.kernels import door
+    from scripts import gpu_heads
+
+    launched, real, record = set(), door.launch, new_record("")
+
+    def launch(kernel, *args, **options):
+        launched.add((kernel.fn.__name__, options.pop("LAST_FIRST", False), options.pop("maxnreg", None)))
+        real(kernel, *args, **options)
+
+    def in_turn(run, steps):
+        found = {}
+        for name, step in steps.items():
+            launched.clear()
+            found[name] = (1.0, 0.0, step())
+            assert (("_gelu_forward", True, None) in launched) == (name == "changed" and what == "last rows first")
+            assert ((HEADS, False, 128) in launched) == (name == "changed" and what == "backward by whole heads")
+        return found
+
+    monkeypatch.setattr(door, "launch", launch)
+    monkeypatch.setattr(gpu_tune, "measure_steps_in_turn", in_turn)
+    run.no_triton, run.kernels = "", "triton"
+    monkeypatch.setattr(run, "options", partial(run.options, attention="triton"))
+    for what, change in gpu_tune.STEP_SWEEP[:2]:
+        row = gpu_tune.changed_step(run, change, {})
+        assert row["loss"] == row["loss as it is"] and row["ratio"] == 1
+    assert {kernel for kernel, _ in LAST_FIRST} <= {name for name, *_ in launched} and not gpu_heads._room.cache_info().currsize
+    run.cuda, run.args.tune = True, []
+    seen = []
+    monkeypatch.setattr(gpu_tune, "changed_step", lambda run, change, forms: seen.append((change, forms)) or {"ms": 1.0})
+    gpu_tune.tune_steps(run, record)
+    assert len(record["tables"][""]) == len(seen) == 1 + len(gpu_tune.STEP_SWEEP) and seen[-1][1].keys() == {"head_chunk"}
 
 
 def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_compared(run, monkeypatch):

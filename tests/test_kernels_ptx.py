@@ -96,6 +96,37 @@ def test_divisions_and_roots_are_correctly_rounded_where_bits_count(instructions
         assert module == "gelu" or not any(i.startswith("rcp.approx") for i in found), f"{module}.{name}"
 
 
+WHOLE_HEADS = """
+from scripts.compile_kernels import SIZES, resources  # the first, as it sees to it that nothing is interpreted
+import torch
+from llmc.kernels import door
+from scripts.gpu_tune import WholeHeads
+
+found = []
+
+def compiled(kernel, grid, *args, num_warps=8, **constants):
+    names = [name for name in kernel.arg_names if name not in constants]
+    args = [SIZES.get(name, value) for name, value in zip(names, args)]
+    found.append((kernel.fn.__name__, door.compile_only(kernel, args, constants, num_warps, 90)))
+
+torch.set_grad_enabled(False)
+door.launch = compiled
+x, qkvr = (torch.empty(1, 128, n * 128, dtype=torch.bfloat16) for n in (1, 3))
+scratch = {"attention_delta": torch.empty(2, 128), "attention_sums": torch.empty(2 * 384), "column_partials": torch.empty(4, 384)}
+for tiles in ((128, 32, 8), (64, 32, 4)):
+    WholeHeads(*tiles)(qkvr, qkvr[0, 0], x, qkvr, x, scratch["attention_delta"], 2, scratch, accumulate=False)
+for name, kernel in found:
+    if "heads" in name:
+        print(name, resources(kernel), "wgmma" in kernel.asm["ptx"])
+"""
+
+
+def test_backward_by_whole_heads_runs_on_hopper_s_tensor_cores_and_spills_nothing(cache):
+    lines = run(cache, "-c", WHOLE_HEADS).splitlines()
+    assert len(lines) == 2 and all(line.startswith("_attention_backward_heads") and line.endswith("True") for line in lines)
+    assert [line for line in lines if "registers" in line and " 0 B stack" not in line] == []
+
+
 SIZES_OF_ONE = """
 from scripts.compile_kernels import recorded_launches
 import pytest

@@ -4,7 +4,7 @@ fp32 is interpreted only. No run on a card has it: products of tiles would be TF
 """
 
 from functools import partial
-from math import log
+from math import inf, log, nan
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +27,7 @@ from test_layers import (  # noqa: F401
 from llmc.kernels.functions import triton_attention
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.tuning import ATTENTION_ROWS
+from scripts.gpu_tune import WholeHeads
 
 # the interpreter is numpy, which tells of infinities
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -63,6 +64,28 @@ def test_triton_s_attention_is_softmax_of_the_past_and_gives_the_bias_below_its_
 @pytest.mark.parametrize("T, C, NH, positions", [(1, 1, 1, [0]), (7, 15, 5, range(7)), (200, 64, 1, [0, 15, 62, 63, 64, 127, 128, 199])])
 def test_triton_s_attention_row_by_row_over_a_cache_is_the_whole(T, C, NH, positions, dtype):
     judge_rows(partial(OnDevice()._run, triton_attention()["attention_one_row"]), list(positions), T, C, NH, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("B, T, C, NH", [(1, 1, 1, 1), (3, 7, 15, 5), (2, 67, 80, 1), (1, 300, 24, 2), (1, 256, 64, 1)])
+@pytest.mark.parametrize("tiles", [(128, 32, 8), (64, 32, 4)], ids=str)
+def test_backward_by_whole_heads_gives_the_gradients_whatever_its_room_held(ours, monkeypatch, B, T, C, NH, dtype, tiles):
+    """As gpu_check.py measures it: its sums of dq are added up in memory of its own."""
+    from scripts import gpu_heads
+
+    backward, results = partial(OnDevice()._run, WholeHeads(*tiles)), []
+
+    def kept(dqkvr, dbias, *arguments, **options):
+        for garbage in (inf, nan):
+            monkeypatch.setattr(gpu_heads, "_room", lambda device, elements: torch.full((elements,), garbage, device=device))
+            held = dbias.clone()
+            backward(dqkvr, held, *arguments, **options)
+            results.append((dqkvr.clone(), held))
+        dbias.copy_(held)
+
+    ours.backward = kept
+    judge_attention(ours, B, T, C, NH, dtype, accumulate=True)
+    assert all(same_bits(a, b) for a, b in zip(*results))
 
 
 def test_scores_that_overflow_an_exponential_do_not_matter(ours):
