@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from scripts.gpu_common import (
 TEST_FILES = tuple(f"tests/test_{name}.py" for name in "cuda cublaslt kernels triton_attention matmul_fp8 async_checkpoint".split())
 TEST_SECONDS, TEST_SHARE = 150, 0.3  # limits of the tests: seconds, and share of the time left; neither applies if nothing else takes time
 TEST_REPORT_SECONDS = 20  # that pytest may take to end once it is interrupted
+LOAD_SECONDS = 3  # of steps in which the card's clock is read; in the first third of them it may still fall
 STEP_FIGURES = ("ms", "tokens/s", "MFU", "planned MiB", "measured MiB", "reserved MiB")  # of a step, shown in the summary
 EAGER = "-r 0, without graphs"
 NO_CUDA = "there is no CUDA device"
@@ -258,6 +260,31 @@ def measure_forms(run, record, runs):
             table(record, "").append(step_row(run, label, s.config, s.B, s.T, **forms))
 
 
+CLOCKS = {"SM MHz": "clocks.sm", "memory MHz": "clocks.mem", "W": "power.draw", "C": "temperature.gpu"}
+
+
+def under_load(run, step) -> dict:
+    """What nvidia-smi reads while steps run, a median of each: idle, a card shows its highest clock, which it need not keep under load.
+
+    These steps are not timed, as asking the driver may disturb them.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader,nounits", "-lms", "100"]
+    command += ["-i", f"GPU-{torch.cuda.get_device_properties(run.backend.device).uuid}"]
+    warm_up(run, step)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as reader:
+        try:
+            end = time.monotonic() + LOAD_SECONDS
+            while time.monotonic() < end:
+                step()
+            run.backend.synchronize()
+        finally:
+            reader.terminate()
+            lines, _ = reader.communicate()
+    rows = [[float(x) for x in line.split(",")] for line in lines.splitlines() if re.fullmatch(r"[\d., ]+", line)]
+    rows = [row for row in rows if len(row) == len(CLOCKS)]
+    return {name: median(values) for name, values in zip(CLOCKS, zip(*rows[len(rows) // 3 :]))} | {"readings": len(rows)}
+
+
 def steps(run, record):
     if run.kernels == "triton":
         record["notes"].append("with Triton's kernels")
@@ -280,6 +307,10 @@ def steps(run, record):
         if row["run"].startswith("-r 0"):
             run.step_ms = run.step_ms or row["ms"]
         run.summary[f"ours {row['run']}"] = {key: row[key] for key in STEP_FIGURES}
+    if rows and run.cuda:
+        with attempt(record, "the card's clock in such steps"):
+            step, _ = our_step(run, run.sizes.config, run.sizes.B, run.sizes.T)
+            table(record, "the card in steps at -r 0").append({"run": "-r 0"} | under_load(run, step))
     losses = {row["run"]: row["loss"] for row in rows}
     if {"-r 0", EAGER} <= losses.keys():
         run.summary["loss with and without graphs"] = "the same number" if losses["-r 0"] == losses[EAGER] else "NOT the same number"

@@ -461,6 +461,21 @@ def test_whole_steps_are_measured_with_each_change_beside_the_step_as_it_is(run,
     assert len(record["tables"][""]) == len(seen) == 1 + len(gpu_tune.STEP_SWEEP) and seen[-1][1].keys() == {"head_chunk"}
 
 
+def test_the_card_s_clock_is_read_while_steps_run(run, tmp_path, monkeypatch):
+    """By a stand-in for nvidia-smi, whose first readings are of a card that was idle, and one of which is no number."""
+    program, steps = tmp_path / "nvidia-smi", []
+    lines = ["1980, 3201, 120.00, 30", "1980, 3201, [N/A], 30", "1980, 3201, 400.50, 40", *3 * ["1600, 3201, 699.50, 60"]]
+    answers = "".join(f"echo '{line}'\n" for line in lines)
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{answers}exec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    monkeypatch.setattr(gpu_steps, "LOAD_SECONDS", 1)
+    found = gpu_steps.under_load(run, lambda: steps.append(time.sleep(0.01)))
+    assert found == {"SM MHz": 1600, "memory MHz": 3201, "W": 699.5, "C": 60, "readings": 5}
+    assert len(steps) > 10 and (tmp_path / "asked").read_text().split()[-2:] == ["-i", "GPU-12-34"]
+
+
 def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_compared(run, monkeypatch):
     """The library that is asked for adds one to what gives the weight's gradient."""
     shift = [0.0]
