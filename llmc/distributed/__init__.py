@@ -240,9 +240,7 @@ def check_shared(world: World, folder) -> None:
             path.touch()
             store.set("shared file", path.name)
         if not (Path(folder) / store.get("shared file").decode()).exists():
-            raise UserError(
-                f"-o {folder}: rank {world.rank} does not see there what rank 0 writes; give a folder that all machines share"
-            )
+            raise UserError(f"-o {folder}: rank {world.rank} does not see there what rank 0 writes; give a folder that all machines share")
         everybody(world.meeting, "saw the shared folder")
     finally:
         if path:
