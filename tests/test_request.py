@@ -330,12 +330,18 @@ def test_attention_is_this_project_s_up_to_the_largest_heads_it_takes(head_size,
     ("bf16", "--attention triton", 136, "heads of size 136: triton attention takes sizes up to 128 in bf16; use --attention flash"),
     ("bf16", "--attention triton --kernels torch", 64, "--attention triton goes with --kernels triton, and this run has --kernels torch"),
     ("bf16", "--attention cudnn", 136, "heads of size 136: cudnn attention takes multiples of 8 up to 128 in bf16; use --attention flash"),
+    ("bf16", "-t 2796203", 128, "-t 2796203: triton attention finds a sequence's numbers by 32 bits, and queries, keys and values of a "
+     "layer are 2147483904; use --attention flash"),
 ])  # fmt: skip
 def test_attention_that_does_not_take_the_model_is_refused_with_what_to_do(precision, flags, head_size, sentence):
     config = replace(D12, channels=2 * head_size, num_heads=2)
     with pytest.raises(UserError) as refusal:
         check_attention(options(flags, precision, config=config))
     assert str(refusal.value).startswith(sentence)
+
+
+def test_a_sequence_of_which_triton_s_attention_counts_every_number_is_taken():
+    check_attention(options("-t 2796202", config=replace(D12, channels=256, num_heads=2)))
 
 
 def test_gelu_fusion_without_the_library_is_refused(monkeypatch):
