@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from scripts.gpu_steps import our_step
 
 # options of a launch, which are given at door.launch, are treated as constants too: of "door" for every kernel, or of a kernel's name for
 # that one
-LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg", "LAST_FIRST"}
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg"}
+LAST_FIRST = "last first"  # stands for an option too: a kernel's programs take the rows from the last on
 ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
 WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
 # operation -> (module of llmc.kernels, constant, values to try)
@@ -128,11 +130,10 @@ def tune_attention(run, record):
 
 
 # for whole steps: kernels that begin with what the one before wrote last, which may be in the L2 still, and end with what the next reads
-# first. A kernel measured alone does not show that. The limit is what leaves room for four programs of _gelu_backward, as there is without
-LAST_FIRST = {(kernel, "LAST_FIRST"): True for kernel in ("_layernorm_forward", "_gelu_forward", "_gelu_backward", "_classify")}
-LAST_FIRST["_gelu_backward", "maxnreg"] = 64
+# first. A kernel measured alone does not show that
 STEP_SWEEP = (
-    ("last rows first", LAST_FIRST), ("backward by whole heads", MORE_LARGE_HEADS), ("backward by small whole heads", MORE_SMALL_HEADS),
+    ("last rows first", {(kernel, LAST_FIRST): True for kernel in ("_layernorm_forward", "_gelu_forward", "_classify")}),
+    ("backward by whole heads", MORE_LARGE_HEADS), ("backward by small whole heads", MORE_SMALL_HEADS),
     ("more programs of attention", MORE_KEYS | MORE_QUERIES | MORE_FORWARD),
 )  # fmt: skip
 NO_SCRATCH = {"column_partials": None}
@@ -197,6 +198,8 @@ def constants(room, wanted: dict):
                 room.scratch["column_partials"] = torch.zeros(value, partials.shape[1], device=partials.device)
             elif name in LAUNCH_OPTIONS:
                 door.launch = with_option(door.launch, module, name, value)
+            elif name == LAST_FIRST:
+                door.launch = with_last_first(door.launch, module)
             else:
                 owner = import_module(f"llmc.kernels.{module}")
                 for one, its in zip(name, value) if isinstance(name, tuple) else [(name, value)]:
@@ -207,3 +210,20 @@ def constants(room, wanted: dict):
         door.launch, room.scratch["column_partials"] = launch, partials
         for owner, name, value in saved:
             setattr(owner, name, value)
+
+
+def with_last_first(launch, name):
+    """door.launch, which gives the rows of the kernel of that name to its programs in the reverse order."""
+
+    def launch_so(kernel, *args, **options):
+        launch(last_first(kernel) if kernel.fn.__name__ == name else kernel, *args, **options)
+
+    return launch_so
+
+
+@cache
+def last_first(kernel):
+    """The same kernel, but for which program has which rows. One kernel with both orders would have a parameter that nothing sets."""
+    reverse = type(kernel)(kernel.fn)
+    reverse._unsafe_update_src(kernel.src.replace("tl.program_id(0)", "(tl.num_programs(0) - 1 - tl.program_id(0))"))
+    return reverse

@@ -29,7 +29,7 @@ from scripts import gpu_algorithms, gpu_check, gpu_common, gpu_compared, gpu_fp8
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
 from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
-from scripts.gpu_tune import FORWARD, HEADS, KEYS, LAST_FIRST, QUERIES
+from scripts.gpu_tune import FORWARD, HEADS, KEYS, QUERIES
 from scripts.gpu_report import DRY_NOTICE
 from scripts.gpu_steps import EAGER, our_kernels, our_step, pytest_outputs, report_tests
 
@@ -426,34 +426,38 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
 
 
 def test_whole_steps_are_measured_with_each_change_beside_the_step_as_it_is(run, monkeypatch):
-    """A CPU runs them, as steps of the interpreter. What only changes the order of programs changes no bit of the loss."""
+    """A CPU runs them, as steps of the interpreter, for which a kernel's source cannot be changed."""
     pytest.importorskip("triton")
     from llmc.kernels import door
     from scripts import gpu_heads
 
-    launched, real, record = set(), door.launch, new_record("")
+    launched, real, record, last_first = set(), door.launch, new_record(""), set()
 
     def launch(kernel, *args, **options):
-        launched.add((kernel.fn.__name__, options.pop("LAST_FIRST", False), options.pop("maxnreg", None)))
+        launched.add((kernel.fn.__name__, options.pop("maxnreg", None)))
         real(kernel, *args, **options)
 
     def in_turn(run, steps):
         found = {}
         for name, step in steps.items():
             launched.clear()
+            last_first.clear()
             found[name] = (1.0, 0.0, step())
-            assert (("_gelu_forward", True, None) in launched) == (name == "changed" and what == "last rows first")
-            assert ((HEADS, False, 128) in launched) == (name == "changed" and what == "backward by whole heads")
+            named = {"_layernorm_forward", "_gelu_forward", "_classify"} if (name, what) == ("changed", "last rows first") else set()
+            assert last_first == named
+            assert ((HEADS, 128) in launched) == ((name, what) == ("changed", "backward by whole heads"))
         return found
 
+    little_to_interpret(monkeypatch)
     monkeypatch.setattr(door, "launch", launch)
+    monkeypatch.setattr(gpu_tune, "last_first", lambda kernel: last_first.add(kernel.fn.__name__) or kernel)
     monkeypatch.setattr(gpu_tune, "measure_steps_in_turn", in_turn)
     run.no_triton, run.kernels = "", "triton"
     monkeypatch.setattr(run, "options", partial(run.options, attention="triton"))
     for what, change in gpu_tune.STEP_SWEEP[:2]:
         row = gpu_tune.changed_step(run, change, {})
         assert row["loss"] == row["loss as it is"] and row["ratio"] == 1
-    assert {kernel for kernel, _ in LAST_FIRST} <= {name for name, *_ in launched} and not gpu_heads._room.cache_info().currsize
+    assert not gpu_heads._room.cache_info().currsize
     run.cuda, run.args.tune = True, []
     seen = []
     monkeypatch.setattr(gpu_tune, "changed_step", lambda run, change, forms: seen.append((change, forms)) or {"ms": 1.0})

@@ -127,6 +127,25 @@ def test_backward_by_whole_heads_runs_on_hopper_s_tensor_cores_and_spills_nothin
     assert [line for line in lines if "registers" in line and " 0 B stack" not in line] == []
 
 
+LAST_FIRST = """
+from scripts.compile_kernels import PLAIN, recorded_launches
+from llmc.kernels import door
+from scripts.gpu_tune import last_first
+
+for kernel, args, constants, num_warps in recorded_launches(768, PLAIN).values():
+    if kernel.fn.__name__ in ("_layernorm_forward", "_gelu_forward", "_classify"):
+        for one in kernel, last_first(kernel):
+            print(kernel.fn.__name__, "%nctaid.x" in door.compile_only(one, args, constants, num_warps, 90).asm["ptx"])
+"""
+
+
+def test_a_kernel_of_which_the_last_rows_come_first_is_another_and_leaves_the_first_as_it_is(cache):
+    lines = run(cache, "-c", LAST_FIRST).splitlines()
+    kernels = {line.split()[0] for line in lines}
+    assert len(kernels) == 3 and set(lines) == {f"{name} {reverse}" for name in kernels for reverse in (False, True)}
+    assert [line.split()[1] for line in lines] == len(lines) // 2 * ["False", "True"]
+
+
 SIZES_OF_ONE = """
 from scripts.compile_kernels import recorded_launches
 import pytest
