@@ -17,7 +17,7 @@ TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
     "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2",
 }  # fmt: skip
-BY_HAND = {"RANK": "5", "WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1"}
+BY_HAND = {"RANK": "6", "WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-host-7@1",
@@ -47,7 +47,7 @@ PLACES = {  # environment, flags, the fields that are not those of Place()
                                         port=29500, key="job", parent=PARENT)),
     "torchrun inside srun": (TORCHRUN | SLURM, "", dict(rank=5, num_processes=8, local_rank=1, num_local=4, method="agent",
                                                         address="127.0.0.1", port=29500, key="job", parent=PARENT)),
-    "RANK and WORLD_SIZE by hand": (BY_HAND, "-pg 4", dict(rank=5, num_processes=16, local_rank=1, num_local=4, address="127.0.0.1",
+    "RANK and WORLD_SIZE by hand": (BY_HAND, "-pg 4", dict(rank=6, num_processes=16, local_rank=2, num_local=4, address="127.0.0.1",
                                                            port=12345)),
     "Open MPI, one host": (OPEN_MPI, "", dict(rank=1, num_processes=4, local_rank=1, num_local=4, key=JOB, **TEMPORARY)),
     "Open MPI, two hosts": (TWO_HOSTS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}, "",
@@ -61,12 +61,18 @@ PLACES = {  # environment, flags, the fields that are not those of Place()
     "MPICH": (MPICH, "", dict(rank=2, num_processes=3, local_rank=2, num_local=3, key=f"{os.getuid()}", **TEMPORARY)),
     "srun": (SLURM, "", dict(rank=3, num_processes=4, local_rank=1, num_local=4, address="localhost", port=20000 + (17 * 1000 + 2) % 12000,
                              key="1000.2")),
+    "srun, one host with more GPUs than -pg says": (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, "-pg 2",
+                                                    dict(rank=3, num_processes=4, local_rank=1, num_local=4, address="localhost",
+                                                         port=20000 + (17 * 1000 + 2) % 12000, key="1000.2")),
+    "srun, hosts of the job alone": (SLURM | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": "localhost"}, "",
+                                     dict(rank=3, num_processes=4, local_rank=1, num_local=4, address="localhost",
+                                          port=20000 + (17 * 1000 + 2) % 12000, key="1000.2")),
     "srun --mpi=pmi2": (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "-pg 2",
                         dict(rank=3, num_processes=4, local_rank=1, num_local=2, address="localhost", port=20000 + (17 * 1000 + 2) % 12000,
                              key="1000.2")),
     "mpirun's helpers are srun's": (SLURM | MPICH, "", dict(rank=2, num_processes=3, local_rank=2, num_local=3, key=f"{os.getuid()}",
                                                             **TEMPORARY)),
-    "tcp": ({}, "-pn 16 -pr 9 -pi tcp -ps 127.0.0.1", dict(rank=9, num_processes=16, local_rank=1, num_local=8, address="127.0.0.1",
+    "tcp": ({}, "-pn 16 -pr 10 -pi tcp -ps 127.0.0.1", dict(rank=10, num_processes=16, local_rank=2, num_local=8, address="127.0.0.1",
                                                           port=12345)),
     "tcp, IPv6": ({}, "-pn 2 -pm tcp -ps ::1", dict(num_processes=2, num_local=2, address="::1", port=12345)),
     "tcp, IPv6 and a port": ({}, "-pn 2 -pi tcp -ps [::1]:80", dict(num_processes=2, num_local=2, address="::1", port=80)),
@@ -86,6 +92,7 @@ def test_a_shell_of_srun_s_is_one_process_and_what_srun_starts_from_it_is_not(mo
     for terminal in True, False:
         monkeypatch.setattr(os, "isatty", lambda fd: fd == 0 and terminal)
         assert find_place(parse([]), environ).num_processes == (1 if terminal else 4)
+        assert find_place(parse([]), SLURM).num_processes == 4  # no shell of srun's: a terminal alone says nothing
 
 
 REFUSED = {
@@ -94,6 +101,7 @@ REFUSED = {
     "nobody started the others": ({}, "-pn 2", "-pn 2: this process was started alone", "torchrun"),
     "tcp without -ps": ({}, "-pn 2 -pi tcp", "there is no -ps"),
     "-ps that nobody knows": ({}, "-pn 2 -pi tcp -ps no.such.host.invalid", "-ps is no.such.host.invalid, which is no address"),
+    "-ps that can be nobody's": ({}, f"-pn 2 -pi tcp -ps {'x' * 64}", f"-ps is {'x' * 64}, which is no address"),
     "-ps with a port too high": ({}, "-pn 2 -pi tcp -ps 127.0.0.1:65536", "-ps (--server-ip) is '127.0.0.1:65536'"),
     "-ps with port 0": ({}, "-pn 2 -pi tcp -ps 127.0.0.1:0", "-ps (--server-ip) is '127.0.0.1:0'"),
     "-ps with a port of letters": ({}, "-pn 2 -pi tcp -ps [::1]:http", "must be HOST or HOST:PORT"),
