@@ -53,7 +53,7 @@ def test_the_last_step_is_the_highest_done(tmp_path):
     assert store.done_path(tmp_path, 100).read_bytes() == b""
 
 
-@pytest.mark.parametrize("missing", ["model_00000009.bin", "state_00000009_00000.bin", "state_00000009_00002.bin"])
+@pytest.mark.parametrize("missing", ["model_00000009.bin", *(f"state_00000009_0000{rank}.bin" for rank in range(3))])
 def test_a_done_over_a_missing_file_is_refused_by_name(tmp_path, missing):
     """Rather than silently resuming from an older checkpoint."""
     checkpoint(tmp_path, 4)
@@ -62,6 +62,15 @@ def test_a_done_over_a_missing_file_is_refused_by_name(tmp_path, missing):
     with pytest.raises(UserError, match=f"{missing} is missing.*DONE_00000009") as raised:
         store.find_last_step(tmp_path)
     assert "remove DONE_00000009" in str(raised.value)
+
+
+def test_a_step_and_a_rank_of_more_digits_are_found_and_deleted(tmp_path):
+    checkpoint(tmp_path, 99999999)
+    checkpoint(tmp_path, 123456789)
+    store.state_path(tmp_path, 123456789, 100000).touch()
+    assert store.find_last_step(tmp_path) == 123456789
+    store.delete(tmp_path, 123456789)
+    assert store.find_last_step(tmp_path) == 99999999 and not list(tmp_path.glob("*123456789*"))
 
 
 def test_a_missing_extra_is_a_checkpoint_of_llmc(tmp_path):
@@ -93,6 +102,15 @@ def test_every_instant_of_a_deletion_is_consistent(tmp_path, monkeypatch):
     ranks = [f"extra_00000004_0000{r}.json" for r in range(3)] + [f"state_00000004_0000{r}.bin" for r in range(3)]
     assert sorted(os.listdir(tmp_path)) == sorted(["DONE_00000004", "model_00000004.bin", *ranks])
     store.delete(tmp_path, 9)  # again: nothing left to delete is no error
+
+
+def test_that_a_done_is_gone_is_synced_before_any_other_file_goes(tmp_path, monkeypatch):
+    """Else a disk may remove these first, and a power cut leave DONE over what is left."""
+    checkpoint(tmp_path, 4)
+    synced = []
+    monkeypatch.setattr(store, "sync_folder", lambda folder: synced.append(sorted(os.listdir(folder))))
+    store.delete(tmp_path, 4)
+    assert synced == [["extra_00000004_00000.json", "model_00000004.bin", "state_00000004_00000.bin"]]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +161,9 @@ def test_an_unwritable_folder_is_refused_before_training(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"{tmp_path}.*{words}"), store.held_folder(tmp_path):
             pass
         assert os.listdir(tmp_path) == ["log"]
+    monkeypatch.setattr(store.tempfile, "NamedTemporaryFile", lambda **_: open("/dev/full", "wb"))  # a file can be made, but not written
+    with pytest.raises(UserError, match=f"{tmp_path}.*No space left"), store.held_folder(tmp_path):
+        pass
 
 
 def test_a_folder_is_held_once_and_whoever_waits_gets_it_afterwards(tmp_path, monkeypatch):

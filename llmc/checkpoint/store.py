@@ -173,7 +173,6 @@ def held_folder(folder):
         with _refusals_told(folder):
             with tempfile.NamedTemporaryFile(dir=folder, prefix="writable_", suffix=".tmp") as file:
                 file.write(bytes(1))  # on a full disk an empty file can still be created
-                file.flush()
             for name in os.listdir(folder):
                 if TEMPORARY.fullmatch(name):
                     (folder / name).unlink()
