@@ -119,7 +119,10 @@ def test_a_state_cut_anywhere_is_refused(tmp_path, length):
         (expected_header(magic=20240326) + TENSORS, ["is a model file", "expected a training state file"]),
         (expected_header(version=2) + TENSORS + LOADER, ["version 2", "expected 1"]),
         (expected_header(rank=4) + TENSORS + LOADER, ["rank 4 of 4 processes", "damaged"]),
+        (expected_header(rank=-1) + TENSORS + LOADER, ["rank -1 of 4 processes", "damaged"]),
+        (expected_header(master=-1) + TENSORS + LOADER, ["use_master_weights -1", "damaged"]),
         (expected_header(master=7) + TENSORS + LOADER, ["use_master_weights 7", "damaged"]),
+        (expected_header(shuffle=2) + TENSORS + LOADER, ["should_shuffle 2", "damaged"]),
         (expected_header(shuffle=-1) + TENSORS + LOADER, ["should_shuffle -1", "damaged"]),
         (expected_header(step=-1) + TENSORS + LOADER, ["step -1", "damaged"]),
         (WHOLE + b"x", [f"has {len(WHOLE) + 1} bytes", "oversized by 1", f"exactly {len(WHOLE)}", "3 shards and 5 samples"]),
@@ -161,11 +164,11 @@ def test_a_checkpoint_of_llmc_has_no_extra(tmp_path):
     assert read_extra(tmp_path / "e.json") == {}
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1, 2]", b"\xff\xfe\x00", b"[" * 99999])
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1, 2]", b"\xff\xfe\x00", b"[" * 99999, None])
 def test_a_damaged_extra_is_refused(tmp_path, content):
-    """Half a file, another file, one that nests without end."""
+    """Half a file, another file, one that nests without end, a folder."""
     path = tmp_path / "e.json"
-    path.write_bytes(content)
+    path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(UserError, match="e.json is damaged"):
         read_extra(path)
 

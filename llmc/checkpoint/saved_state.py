@@ -118,7 +118,7 @@ def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray
     like   whether the checkpoint's first file is a shard; None for that file itself
     Raises UserError for a file that is neither: what is wrong with it as what the first is, or as what the first is long enough to be.
     """
-    if num_processes == 1 or ((layers[:, 1] - layers[:, 0]) % num_processes).any():
+    if ((layers[:, 1] - layers[:, 0]) % num_processes).any():
         return read_facts(path, whole), False
     errors = []
     for sharded, held in ((False, whole), (True, whole // num_processes)):

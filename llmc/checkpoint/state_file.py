@@ -166,7 +166,7 @@ def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
     """
     raw = file.read(8)
     end += 4 * int.from_bytes(raw, "little")
-    if len(raw) < 8 or os.path.getsize(path) < end:
+    if os.path.getsize(path) < end:
         check_size(path, end, reason, RESUME_FROM_ANOTHER)
     return np.frombuffer(file.read(4 * int.from_bytes(raw, "little")), "<i4"), end
 
