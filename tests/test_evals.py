@@ -73,8 +73,8 @@ def test_batches_hold_context_and_completion_with_targets_shifted_and_zeros_else
     row = [*first.context, *first.completions[1]]
     assert inputs[1].tolist() == row + [0] * (T - len(row))
     assert targets[1].tolist() == row[1:] + [0] * (T - len(row) + 1)
-    last_inputs, _ = seen[-1]  # 200 rows in batches of 3 leave one place
-    assert last_inputs[2].tolist() == [0] * T and last_inputs[1].any()
+    last_inputs, last_targets = seen[-1]  # 200 rows in batches of 3 leave one place
+    assert last_inputs[2].tolist() == last_targets[2].tolist() == [0] * T and last_inputs[1].any()
 
 
 def test_the_first_of_equal_losses_wins_and_nan_is_never_less():
@@ -137,6 +137,7 @@ def one_example(**changes):
         (one_example() + [1], 1, "too long: 2 bytes follow its 1 examples"),
         (one_example(), 0, "says it holds 0 examples"),
         (one_example(w7=96), 1, "example 0 has token 96, outside the model's vocabulary of 96"),
+        (one_example(w15=96), 1, "example 0 has token 96, outside the model's vocabulary of 96"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_fault(tmp_path, words, count, message):
@@ -147,10 +148,20 @@ def test_a_damaged_file_is_named_with_its_fault(tmp_path, words, count, message)
     assert str(path) in str(caught.value)
 
 
+def test_half_a_word_at_the_end_is_too_long(tmp_path):
+    path = tmp_path / "bad.bin"
+    path.write_bytes(case_a.header(20240522, 1, 1, 32) + np.array(one_example(), np.uint16).tobytes() + b"x")
+    with pytest.raises(UserError, match="too long: 1 bytes follow its 1 examples"):
+        read_eval_file(path)
+
+
 def test_files_of_another_kind_are_refused_by_name(tmp_path):
     write_shard(tmp_path / "shard.bin", [1, 2])
     with pytest.raises(UserError, match="is a token shard; expected an eval"):
         EvalLoader(tmp_path / "shard.bin", 4, T, vocab_size=V)
+    (tmp_path / "later.bin").write_bytes(case_a.header(20240522, 2, 1, 32) + np.array(one_example(), np.uint16).tobytes())
+    with pytest.raises(UserError, match="later.bin is an eval file of version 2, expected 1"):
+        EvalLoader(tmp_path / "later.bin", 4, T, vocab_size=V)
     with pytest.raises(UserError, match="gone.bin does not exist"):
         EvalLoader(tmp_path / "gone.bin", 4, T, vocab_size=V)
 
@@ -166,6 +177,9 @@ def test_what_the_format_cannot_hold_is_not_written(tmp_path):
     long = Example(0, np.zeros(40_000, np.uint16), (np.zeros(1, np.uint16),) * 4)
     with pytest.raises(UserError, match="example 0 takes 80028 bytes"):
         write_eval_file(tmp_path / "x.bin", [long])
+    size = 65536 // 2 - len(one_example()) + 2  # tokens of a context with which an example takes one word too many
+    with pytest.raises(UserError, match="example 0 takes 65536 bytes"):
+        write_eval_file(tmp_path / "x.bin", [Example(2, [5] * size, [[7]] * 4)])
     with pytest.raises(UserError, match="no examples"):
         write_eval_file(tmp_path / "x.bin", [])
     assert not list(tmp_path.iterdir())
