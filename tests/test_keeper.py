@@ -94,14 +94,40 @@ def test_one_whose_weights_are_proven_before_it_is_written_replaces_at_once(keep
     assert steps(tmp_path) == [4] and checkpoints.unproven is None
 
 
+def test_without_a_period_one_replaces_none_not_even_itself(keep, tmp_path):
+    checkpoints = keep("-n 0 -nk 1")
+    for step in (3, 4):
+        write(checkpoints, step)
+        checkpoints.prove(step)
+    assert steps(tmp_path) == [3, 4]
+
+
 def test_while_one_is_unproven_no_other_is_written(keep, tmp_path, capsys):
     checkpoints = keep()
     write(checkpoints, 2)
     write(checkpoints, 4)
-    assert steps(tmp_path) == [2] and "no checkpoint at step 4: since that of step 2 every loss" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert steps(tmp_path) == [2] and "no checkpoint at step 4: since that of step 2 every loss" in out
+    assert "still being written" not in out
     checkpoints.prove(4)
     write(checkpoints, 6)
     assert steps(tmp_path) == [2, 6] and step_to_delete(6, 2, 1, 0) == 4
+    checkpoints.prove(6)
+    assert "Deleting" not in capsys.readouterr().out  # there is no checkpoint of step 4
+
+
+def test_the_first_of_all_ranks_alone_marks_deletes_and_disowns(keep, tmp_path, monkeypatch):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    monkeypatch.setattr(keeper, "is_first", lambda model: False)
+    write(checkpoints, 4)
+    assert steps(tmp_path) == [2] and checkpoints.newest == 4
+    checkpoints.prove(4)
+    assert (tmp_path / "model_00000002.bin").exists()
+    write(checkpoints, 6)
+    (tmp_path / "DONE_00000006").touch()  # by the first one
+    assert checkpoints.disown() == "" and steps(tmp_path) == [2, 6]
 
 
 def test_what_was_resumed_from_still_has_to_replace_its_older_one_once_proven(keep, tmp_path):
@@ -110,7 +136,7 @@ def test_what_was_resumed_from_still_has_to_replace_its_older_one_once_proven(ke
     first.prove(2)
     write(first, 4)  # and killed here
     again = keep(resume_step=4)
-    assert again.unproven == 4
+    assert again.unproven == 4 and again.kept() == f"step 4 is kept in {tmp_path}: -y 1 goes on there"
     again.prove(4)
     assert steps(tmp_path) == [4]
 
@@ -189,11 +215,11 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
     (tmp_path / "state_00000004_00000.bin").mkdir()
     kept = f"; step 2 is kept in {tmp_path}: once that is mended, -y 1 goes on there"
     assert failure().endswith(kept) and failure().count("kept") == 1
-    (tmp_path / "DONE_00000008").touch()  # of an earlier run
-    assert failure().endswith(f"{kept}, if DONE_00000008 of an earlier run is moved away")
-    (tmp_path / "DONE_00000011").touch()
-    assert failure().endswith(f"{kept}, if DONE_00000008 and DONE_00000011 of an earlier run are moved away")
-    (tmp_path / "DONE_00000011").unlink()
+    (tmp_path / "DONE_00000016").touch()  # of an earlier run
+    assert failure().endswith(f"{kept}, if DONE_00000016 of an earlier run is moved away")
+    (tmp_path / "DONE_00000009").touch()
+    assert failure().endswith(f"{kept}, if DONE_00000009 and DONE_00000016 of an earlier run are moved away")
+    (tmp_path / "DONE_00000009").unlink()
 
 
 @pytest.mark.parametrize("what", ["gone", "cannot be listed"])
