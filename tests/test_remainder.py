@@ -420,8 +420,9 @@ def test_without_shuffling_there_is_no_epoch_to_finish(shards, tmp_path):
         other = shards.loaders(*geometry, shuffle=False)
         assert go_on(other, *checkpoint).notes == ()
         assert batches(other, 20) == batches(shards.loaders(*geometry, shuffle=False), 20)
-    other = shards.loaders(1, 5, 2, shuffle=False)
-    go_on(other, checkpoint[0], [{}, {}])
+    for geometry in ((1, 5, 2), (2, 8, 1)):  # from a checkpoint of llm.c's too
+        other = shards.loaders(*geometry, shuffle=False)
+        go_on(other, checkpoint[0], [{}, {}])
     for geometry in ((2, 8, 2), (1, 5, 2)):
         with pytest.raises(UserError, match="in order and this run reads it shuffled"):
             resumed(shards, geometry, *checkpoint)
@@ -441,6 +442,7 @@ def changed(extra, *path, to):
     [
         (["B"], "four", "says B 'four'"),
         (["T"], 0, "T 0"),
+        (["T"], True, "T True"),
         (["B"], None, "says B None"),
         (["B"], 2**62, f"says B {2**62}"),  # of which numpy would make room for as many
         (["T"], 2**63, f"T {2**63}"),
@@ -458,6 +460,7 @@ def changed(extra, *path, to):
         (["data", "remainder", "intervals"], pack(np.array([[0, 1801]])), "not in its shards"),
         (["data", "remainder", "intervals"], pack(np.array([[1700, 1900]])), "not in its shards"),
         (["data", "remainder", "intervals"], pack(np.array([[0, 10**12]])), "not in its shards"),
+        (["data", "remainder", "intervals"], pack(np.array([[1801 + 700 + 1213, 4000]])), "not in its shards"),
         (["data", "remainder", "served"], -1, "makes no sense"),
         (["data", "remainder", "served"], 10**6, "1000000 batches served of"),
         (["data", "remainder", "served"], 1.5, "makes no sense"),
