@@ -14,7 +14,7 @@ from case_a import restore
 
 from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder
-from llmc.data.shards import write_shard
+from llmc.data.shards import Shard, write_shard
 from llmc.data.walk import Rest
 from llmc.errors import UserError
 
@@ -173,8 +173,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(shards, change
 
 def test_an_ordered_state_beyond_the_data_is_refused(shards):
     loader = TokenLoader(shards, 2, 5)
-    with pytest.raises(UserError, match="at least 8 shards"):
-        restore(loader, dataclasses.replace(loader.state(), current_shard_idx=7))
+    with pytest.raises(UserError, match="at least 4 shards"):
+        restore(loader, dataclasses.replace(loader.state(), current_shard_idx=3))
     with pytest.raises(UserError, match="at least 11 samples"):
         restore(loader, dataclasses.replace(loader.state(), current_sample_idx=11))
 
@@ -341,6 +341,20 @@ def test_the_first_batches_are_served_again_and_again_whatever_becomes_of_their_
             loader.rewind(4)
     loader.rewind(2)
     assert_same(batches(loader, 3), batches_of(range(31), 10))
+
+
+def test_the_system_is_asked_to_read_what_comes_next_but_where_a_shard_begins(shards, monkeypatch):
+    """Exactly the tokens of the next batch and its last target; in what is left of an epoch wherever they lie."""
+    asked, read, real = set(), [], Shard.read
+    monkeypatch.setattr(Shard, "will_need", lambda shard, at, n: asked.add((shard.path, at, n)))
+    monkeypatch.setattr(Shard, "read", lambda shard, at, n: read.append((shard.path, at, n)) or real(shard, at, n))
+    loader = TokenLoader(shards, 2, 5)
+    batches(loader, 22)
+    assert len(read) == 22 and [each for each in read if each not in asked] == [(path, 0, 11) for path in loader.paths[1:]]
+    remainder = Remainder(np.array([[3, 13], [107, 117]]), loader.geometry)
+    loader._go_to(dataclasses.replace(loader._place, rest=Rest(remainder, np.array([1, 0]), 0)))
+    batches(loader, 2)
+    assert read[22:] == [(loader.paths[1], 6, 11), (loader.paths[0], 3, 11)] and asked.issuperset(read[22:])
 
 
 def test_reading_ahead_of_what_is_looked_at_refuses_nothing(shards, tmp_path):
