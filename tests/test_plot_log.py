@@ -153,7 +153,7 @@ def test_each_panel_holds_its_numbers(matplotlib, tmp_path):
     figure = plot_log.draw([Log("run", plot_log.read_series(folder))])
     loss, lr, norm, speed = figure.axes
     assert drawn(loss) == {"loss": [(s, pytest.approx(5 - s / 10)) for s in range(6)], "val": [(0, 4.0), (3, 3.7), (6, 3.4)]}
-    assert drawn(lr)["lr"][5] == (5, pytest.approx(6e-4))
+    assert drawn(lr)["lr"][5] == (5, pytest.approx(6e-4)) and lr.get_ylim() == (0, pytest.approx(1.1 * 6e-4))
     assert drawn(norm)["norm"] == [(s, 2 + s / 4) for s in range(6)] and norm.get_yscale() == "log"
     assert drawn(speed)["speed"][0] == (0, 10000.0) and speed.get_ylim()[0] == 0
     assert [text.get_text() for text in loss.get_legend().get_texts()] == ["training", "validation"]
