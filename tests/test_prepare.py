@@ -3,6 +3,8 @@
 import errno
 import glob
 import hashlib
+import http.client
+import io
 import json
 import os
 import random
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import urllib.request
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +73,14 @@ def test_shards_cut_the_stream_of_documents_every_shard_tokens(tmp_path):
     assert sizes[:-1] == [100] * (len(sizes) - 1) and 0 < sizes[-1] <= 100 and len(sizes) > 5
     assert [path.name for path in paths[:2]] == ["c_000000.bin", "c_000001.bin"]
     assert text_of(*paths) == some_documents()
+
+
+def test_of_no_documents_nothing_is_left_that_looks_finished(tmp_path):
+    """So the same command takes them once they are there."""
+    with pytest.raises(UserError, match=f"there are no documents for {tmp_path / 'c_000000.bin'}"):
+        prepare.write_corpus(corpus(lambda: iter([])), tmp_path, ByteEncoder(), 1)
+    assert contents(tmp_path) == {}
+    assert text_of(*prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)) == some_documents()
 
 
 def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch):
@@ -295,6 +306,8 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
     assert "".join(documents) == long and {len(d) // 1000 for d in documents} == {12}
     (tmp_path / "b.txt").write_text("x" * 40_000)  # nowhere to cut
     assert [len(d) for d in prepare.read_documents([tmp_path / "b.txt"])] == [16384, 16384, 40_000 - 2 * 16384]
+    (tmp_path / "e.txt").write_text("x" * 5000 + "\n\n" + "x" * 10_000 + " " + "x" * 5000)  # not into a short one and a long one
+    assert len(next(prepare.read_documents([tmp_path / "e.txt"]))) == 15_003
 
 
 @pytest.mark.parametrize(
@@ -434,6 +447,26 @@ def test_downloads_appear_whole_and_only_once(tmp_path):
     with pytest.raises(UserError, match="cannot download file:.*download it by hand and run again with --input"):
         prepare.download(source.as_uri(), tmp_path / "other")
     assert not (tmp_path / "other").exists() and not (tmp_path / "other.part").exists()
+
+
+@pytest.mark.parametrize("then, told", [
+    (b"", "the connection closed after 7 of 100 bytes"), (http.client.IncompleteRead(b""), "IncompleteRead"),
+    (TimeoutError("timed out"), "timed out"),
+])  # fmt: skip
+def test_a_download_that_ends_early_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, then, told):
+    class Response(io.BytesIO):
+        headers = {"Content-Length": "100"}
+
+        def read(self, n):
+            block = super().read(n)
+            if not block and isinstance(then, Exception):
+                raise then
+            return block
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Response(b"7 bytes"))
+    with pytest.raises(UserError, match=rf"cannot download http://host/name \(.*{told}.*\); download it by hand"):
+        prepare.download("http://host/name", tmp_path / "name")
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the corpora
