@@ -147,3 +147,18 @@ def test_a_capture_that_breaks_leaves_its_pool_closed(monkeypatch):
     calls.clear()
     capture_cuda_graph(lambda: None, 7)
     assert not calls
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_in_a_capture_and_after_it_as_before(monkeypatch, collects):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: 0)
+    seen = []
+    try:
+        if not collects:
+            gc.disable()
+        capture_cuda_graph(lambda: seen.append(gc.isenabled()), 7)
+        assert seen == [False] and gc.isenabled() == collects
+    finally:
+        gc.enable()

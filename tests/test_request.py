@@ -213,6 +213,14 @@ def test_graphs_that_cannot_be_are_refused_if_asked_for(flags, kind, sentence):
     assert str(refusal.value).startswith(sentence)
 
 
+def test_what_several_processes_tell_each_other_is_in_no_graph():
+    for processes, flags in ((1, ""), (2, ""), (2, "--tensor-parallel 2")):
+        o = plan_options(asked(flags), D12, "bf16", "cuda", World(num_processes=processes))
+        assert settle_graphs(asked(flags), o) == (processes == 1)
+    with pytest.raises(UserError, match="^--cuda-graph 1: what several processes tell each other is not captured; use one process"):
+        settle_graphs(asked("--cuda-graph 1"), o)
+
+
 @pytest.mark.parametrize("capability, installed, launches, why", [
     ((9, 0), False, "", "triton is not installed (pip install triton)"),
     ((7, 5), True, "", "they need a card of SM80 or later"),
