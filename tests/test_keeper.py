@@ -262,7 +262,7 @@ def test_one_written_beside_counts_once_all_ranks_have_written_and_not_before(ke
     checkpoints.complete_if(0)
     assert steps(tmp_path) == [] and checkpoints.unproven is None
     checkpoints._writer.wait()
-    assert checkpoints.written == 1
+    assert checkpoints.written == 1 and not checkpoints._writer.busy
     checkpoints.complete_if(checkpoints.written)
     assert steps(tmp_path) == [2] and checkpoints.unproven == 2 and "Wrote checkpoint at step 2" in capsys.readouterr().out
     assert checkpoints._record.phases == [("checkpoint", 2)]
