@@ -126,6 +126,9 @@ def test_an_earlier_run_s_log_is_beside_the_speed_of_that_run(tmp_path):
         log.close(), speed_log.close()
     logs = [tmp_path / name for name in ("main.log.1", "main.log.2", "main.log")]
     assert [plot_log.read_series(path)["speed"] for path in logs] == [{0: 100.0}, {0: 200.0}, {0: 300.0}]
+    for name in ("main.log", "speed.log"):
+        (tmp_path / f"{name}.2").rename(tmp_path / f"{name}.10")
+    assert plot_log.read_series(tmp_path / "main.log.10")["speed"] == {0: 200.0}
     (tmp_path / "speed.log.1").unlink()
     assert plot_log.read_series(logs[0])["speed"] == {}
 
@@ -170,6 +173,11 @@ def test_a_fifth_panel_only_for_hellaswag(matplotlib):
     figure = plot_log.draw([Log("a", EMPTY | {"loss": {0: 1.0}, "accuracy": {0: 0.25, 10: 0.3}})])
     assert len(figure.axes) == 5 and drawn(figure.axes[4])["accuracy"] == [(0, 0.25), (10, 0.3)]
     assert len(plot_log.draw([Log("a", EMPTY | {"loss": {0: 1.0}})]).axes) == 4
+
+
+def test_a_line_of_one_point_has_a_mark_that_can_be_seen(matplotlib):
+    figure = plot_log.draw([Log("a", EMPTY | {"loss": {0: 1.0}, "norm": {0: 1.0, 1: 2.0}})])
+    assert [panel.lines[0].get_marker() for panel in (figure.axes[0], figure.axes[2])] == ["o", "None"]
 
 
 def test_a_panel_with_nothing_to_show_says_so(matplotlib):
