@@ -277,7 +277,8 @@ def refused(folder, *words):
     [
         ("n_inner", 100), ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6), ("model_type", "llama"),
         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True),
-        ("n_embd", "48"), ("n_layer", None), ("n_head", 5), ("vocab_size", 0), ("n_positions", 32), ("padded_vocab_size", 299),
+        ("n_embd", "48"), ("n_layer", None), ("n_layer", True), ("n_head", 5), ("vocab_size", 0), ("n_positions", 32),
+        ("padded_vocab_size", 299),
     ],
 )  # fmt: skip
 def test_a_config_this_trainer_cannot_hold_is_refused_by_name(folder, name, value):
