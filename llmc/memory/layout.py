@@ -75,7 +75,7 @@ class FlatTensor:
         count = p.blocks if p.split == 0 else self.shape[0]
         here, in_file = self.whole_elements // count, self.file_elements // count
         n = self.real_of(here, in_file)
-        return [(i * here, i * in_file + self.part * here, n) for i in range(count) if n > 0]
+        return [(i * here, i * in_file + self.part * here, n) for i in range(count)]
 
     def real_of(self, here: int, in_file: int, part: int | None = None) -> int:
         """How many of the `here` elements that a part has of something are not padding; a file has `in_file` of all parts together."""
