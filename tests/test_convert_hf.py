@@ -129,8 +129,20 @@ def test_precision_can_be_chosen(tmp_path):
         assert torch.equal(by_name(tmp_path / "m.bin")["wpe"], model.transformer.wpe.weight.float())
 
 
+def test_one_fp32_tensor_among_bf16_ones_makes_the_file_fp32(tmp_path):
+    """Or it would lose bits without being asked to."""
+    model = random_model().bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    tensors = safetensors_torch.load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["transformer.ln_f.bias"] = torch.linspace(0, 1, 48)
+    safetensors_torch.save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    hf_to_bin(str(tmp_path / "hf"), tmp_path / "m.bin")
+    assert torch.equal(by_name(tmp_path / "m.bin")["lnfb"], torch.linspace(0, 1, 48))
+
+
 def test_sharded_and_unprefixed_and_old_folders_give_the_same_file(tmp_path):
-    """An index of several files; a GPT2Model without "transformer."; causal masks and a stored head beside the parameters."""
+    """An index of several files; a GPT2Model without "transformer."; causal masks and a stored head beside the parameters; the index of
+    another save beside a whole file."""
     model = random_model()
     model.save_pretrained(tmp_path / "plain")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
@@ -142,7 +154,8 @@ def test_sharded_and_unprefixed_and_old_folders_give_the_same_file(tmp_path):
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     safetensors_torch.save_file(tensors, old / "model.safetensors")
-    assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
+    index = "model.safetensors.index.json"
+    (tmp_path / "unprefixed" / index).write_bytes((tmp_path / "sharded" / index).read_bytes())
     for name in ("plain", "sharded", "unprefixed", "old"):
         hf_to_bin(str(tmp_path / name), tmp_path / f"{name}.bin")
         assert (tmp_path / f"{name}.bin").read_bytes() == (tmp_path / "plain.bin").read_bytes()
@@ -346,8 +359,9 @@ def test_a_hub_name_is_read_from_transformers_cache(tmp_path, monkeypatch, folde
     assert (tmp_path / "whole.bin").read_bytes() == (tmp_path / "sharded.bin").read_bytes() == (tmp_path / "local.bin").read_bytes()
     with pytest.raises(UserError, match="someone/else is no folder"):
         hf_to_bin("someone/else", tmp_path / "m.bin")
-    with pytest.raises(UserError, match="./nowhere is not a folder"):
-        hf_to_bin("./nowhere", tmp_path / "m.bin")
+    for name in ("./nowhere", "/nowhere", "~/nowhere", "no/such/folder"):
+        with pytest.raises(UserError, match=f"{name} is not a folder"):
+            hf_to_bin(name, tmp_path / "m.bin")
 
 
 def test_a_missing_package_is_one_sentence(folder, monkeypatch):
