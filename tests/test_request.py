@@ -255,6 +255,9 @@ def test_a_plan_refuses_what_a_run_would(flags, sentence):
 
 @pytest.mark.parametrize("flags, sentence", [
     ("-e d48 --ranks 1024 -z 3", "-z 3 shares every tensor out over 1024 processes, which do not divide C = 1600"),
+    *((f"-e d48 --ranks {2 * n} --tensor-parallel 2 -z 1",
+       f"-z 1 shares every tensor out over {n} processes, which do not divide both C / 2 = 800 and the 832 channels of a part's heads")
+      for n in (5, 13)),  # each divides one of the two
     ("-e d48 --ranks 1024 --tensor-parallel 32", "--tensor-parallel 32 is more than there are heads, 25"),
     ("-e d12 --ranks 10 --tensor-parallel 4", "--tensor-parallel 4 does not divide the 10 processes of this run"),
     ("-e gpt3:c2048 --ranks 1024 -z 1 --tensor-parallel 16 -d 4096", "-d 4096 is not a multiple of B*T*groups = 4*1024*64"),
