@@ -45,6 +45,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import allocation_lines, legend, level_rows, plan_table, tensor_rows
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
+from llmc.refusals import check_host_memory
 from llmc.units import MIB
 
 N = num_parameters(CONFIG)
@@ -453,6 +454,7 @@ def test_residuals_and_a_checkpoint_share_the_host():
     with pytest.raises(UserError) as refused:
         train_gpt2.check_fits(SimpleNamespace(plan=plan, budget=Budget(1 << 60, "a lot"), host_bytes=plan.host_bytes - 1))
     assert str(refused.value).startswith("--offload-residual with --async-checkpoint 1 needs") and "use a smaller -b" in str(refused.value)
+    check_host_memory(plan, plan.host_bytes)  # not a byte is left
 
 
 def test_an_optimizer_and_a_checkpoint_share_the_host():

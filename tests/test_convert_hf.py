@@ -368,6 +368,9 @@ def test_a_missing_package_is_one_sentence(folder, monkeypatch):
     """safetensors is an optional extra."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
     refused(folder, "safetensors is missing", "pip install")
+    monkeypatch.setattr(sys.modules["transformers.utils"], "cached_file", lambda *_: pytest.fail("it downloads what it cannot read"))
+    with pytest.raises(UserError, match="safetensors is missing"):
+        hf_to_bin("someone/gpt2", folder.parent / "m.bin")
 
 
 def test_a_failed_write_leaves_the_earlier_weights(tmp_path, monkeypatch):
