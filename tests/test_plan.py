@@ -476,6 +476,16 @@ def test_a_matmul_that_does_gelu_does_not_write_where_it_still_reads(kernels, le
     assert read.offset + read.nbytes <= written.offset or written.offset + written.nbytes <= read.offset
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("device, kernels", [("cpu", "torch"), ("cpu", "numba"), ("cuda", "torch"), ("cuda", "triton")])
+def test_the_next_block_s_layernorm_does_not_write_what_the_pass_that_it_is_in_still_reads(device, kernels, level):
+    """That of this block's last matmul and addition."""
+    tensors = Plan(PlanOptions(D12, 4, 1024, device=device, kernels=kernels, recompute=level)).tensors
+    for read in (tensors["fch_gelu"], tensors["residual2"]):
+        for written in (tensors["ln1"], tensors["ln1_mean"], tensors["ln1_rstd"]):
+            assert read.offset + read.nbytes <= written.offset or written.offset + written.nbytes <= read.offset
+
+
 def test_a_matmul_s_workspace_is_planned_wherever_gelu_is_in_one():
     """What cuBLASLt is given, 32 MiB, all the time between the first embedding and the last gradient."""
     tensors = [Plan(options(D12, 4, 1024, device="cuda", gelu_fusion=fusion)).tensors for fusion in range(4)]
