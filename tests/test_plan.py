@@ -618,6 +618,11 @@ def test_head_chunk_is_the_wish_or_the_tuning_and_never_more_than_the_rows(rows,
     assert head_chunk_rows(PlanOptions(D12, 1, rows, head_chunk=wish, device="cpu")) == want
 
 
+@pytest.mark.parametrize("wish, want", [(1, 4), (4, 4), (7, 4), (8, 8), (100, 64)])
+def test_a_head_chunk_has_equally_many_rows_of_each_part_and_at_least_one(wish, want):
+    assert head_chunk_rows(PlanOptions(D12, 1, 64, head_chunk=wish, device="cuda", tensor_parallel=4)) == want
+
+
 # ----------------------------------------------------------------------------
 # the report
 
