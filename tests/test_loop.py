@@ -333,6 +333,8 @@ def test_x_0_only_evaluates_and_leaves_the_weights(case, tmp_path):
     assert not losses(out) and len(re.findall("val loss", out)) == 1 and out.count("generating:") == 1
     assert float(re.search("val loss (.*)", out)[1]) == pytest.approx(4.5850554, abs=2e-4)  # golden/train_A.jsonl
     assert (tmp_path / "model_00000000.bin").read_bytes() == (case / "model.bin").read_bytes()
+    out = ran(*inputs(case), "-b 4 -t 32 -x 2 -y 1 -o", tmp_path, QUIET)  # it holds the place in -j, so the order of -i is another
+    assert "resuming at step 0 from" in out and len(losses(out)) == 2
 
 
 def test_m_minus_1_averages_the_whole_split(case):
