@@ -51,9 +51,10 @@ def told_when_compiling(say):
         _say = None
 
 
-def compiling():
-    """The compiler calls this before each kernel."""
+def compiling(kept: bool = True):
+    """The compiler calls this before each kernel. kept: whether the code can be kept on disk."""
     global _say
     if _say:
-        _say("compiling kernels for this processor, which may take a minute")
+        again = "" if kept else ", in every run: neither their folder nor the home folder can be written to; name one in NUMBA_CACHE_DIR"
+        _say(f"compiling kernels for this processor, which may take a minute{again}")
         _say = None

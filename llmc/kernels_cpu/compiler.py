@@ -136,7 +136,7 @@ class KernelCompiler(CompilerBase):
         return [passes]
 
     def compile_extra(self, function):
-        compiling()
+        compiling(kept=not _nowhere)
         collects = gc.isenabled()
         gc.disable()  # the compiler makes millions of objects, and looking for unused ones takes an eighth of its time
         try:
@@ -145,6 +145,9 @@ class KernelCompiler(CompilerBase):
         finally:
             if collects:
                 gc.enable()
+
+
+_nowhere = set()  # names of kernels for which there is no folder that could keep them
 
 
 def jit(function):
@@ -156,6 +159,7 @@ def jit(function):
     try:
         kernel = njit(**options, cache=True)(function)
     except RuntimeError:
+        _nowhere.add(function.__name__)
         return njit(**options)(function)
     kept = kernel._cache._cache_file
     name = kept._index_name.removesuffix(".nbi") + "-amx" * cpu_has_amx()  # Linux may refuse it where the processor has it
