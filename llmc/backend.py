@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmc.cards import AMPERE, Device
 from llmc.errors import UserError
-from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, within_quota
+from llmc.host import available_host_bytes, peak_resident_bytes, resident_bytes, total_host_bytes, within_quota
 from llmc.processor import cpu_gains_from_bf16, cpu_name
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ class Backend:
         return self.kind == "cuda" and self.capability() >= AMPERE
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(used, total) bytes: of the card; on a CPU (this process's resident memory, the machine's memory)."""
+        """(used, total) bytes: of the card; on a CPU (this process's resident memory, what the machine or the container has)."""
         if self.kind == "cuda":
             import torch
 
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free, total
-        return resident_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return resident_bytes(), total_host_bytes()
 
     def free_bytes(self) -> int:
         """Bytes a larger batch could still take."""

@@ -41,14 +41,24 @@ def available_host_bytes(mount: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> i
             fields = dict(line.split(":", 1) for line in f)
     except FileNotFoundError:
         raise UserError(f"there is no {MEMINFO}, which says how much memory is free on Linux; use --memory-budget, such as 24GiB") from None
-    left = [int(fields["MemAvailable"].split()[0]) * 1024]
+    left = [int(fields["MemAvailable"].split()[0]) * 1024, *(limit - used for limit, used in _memory_limits(mount, groups))]
+    return max(0, min(left))
+
+
+def total_host_bytes(mount: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> int:
+    """Memory of the machine, or of this process's container or job if that has a limit."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit for limit, _ in _memory_limits(mount, groups))])
+
+
+def _memory_limits(mount: Path, groups: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use, without what caches files) of each control group of this process that has a limit."""
     for folder, version in _control_groups("memory", mount, groups):
         limit_name, used_name, prefix = MEMORY_FILES[version]
         with suppress(OSError, ValueError, KeyError):  # no such file, as outside of what a container sees, or "max"
             limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
             kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            left.append(limit - used + int(kinds[prefix + "active_file"]) + int(kinds[prefix + "inactive_file"]))
-    return max(0, min(left))
+            yield limit, used - int(kinds[prefix + "active_file"]) - int(kinds[prefix + "inactive_file"])
 
 
 def processor_quota(mount: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> float:
