@@ -25,7 +25,7 @@ from llmc.memory.traffic import Network
 from llmc.processor import factor_type, likely_device_kind, matmul_kind
 from llmc.refusals import check_attention, check_forms, check_fp8, check_parts, check_shares, check_sizes
 from llmc.source import Source, choose_precision, look_only, open_source, written_number
-from llmc.units import round_up
+from llmc.units import MIB, round_up
 
 ALONE = World()
 
@@ -255,6 +255,9 @@ def host_budget(world: World) -> int:
 # --plan
 
 
+RUN_ITSELF = 165 * MIB  # host memory of torch, numba and the program, which a run has when it counts what is free, and --plan has not
+
+
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     check_contradictions(s)
@@ -272,7 +275,8 @@ def plan_text(s: Settings) -> str:
     if budget is None and kind == "cpu":
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
             share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
-            budget = Budget(available_host_bytes() // world.num_local, f"free on this machine{share}", reserve=RESERVE[kind])
+            free = max(0, available_host_bytes() // world.num_local - RUN_ITSELF)
+            budget = Budget(free, f"free on this machine{share}", reserve=RESERVE[kind])
     settled = settle_all(s, source, precision, world, device, budget)
     options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:

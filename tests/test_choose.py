@@ -18,13 +18,13 @@ from llmc.config import ModelConfig, config_from_descriptor
 from llmc.distributed import World
 from llmc.errors import NotEnoughMemory
 from llmc.flags import parse
-from llmc.host import available_host_bytes
+from llmc.host import available_host_bytes, total_host_bytes
 from llmc.memory.choose import choose_batch, choose_recompute, largest_batch, levels_of, most_that_fit, ways_to_fit
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.request import micro_steps, plan_options
+from llmc.request import RUN_ITSELF, micro_steps, plan_options
 from llmc.units import MIB
 
 D12 = config_from_descriptor("d12")
@@ -285,8 +285,10 @@ def test_files_in_a_container_s_cache_are_free_memory(tmp_path):
         (tmp_path / f"memory.{name}").write_text(f"{content}\n")
     (tmp_path / "groups").write_text("0::/\n")
     assert available_host_bytes(tmp_path, tmp_path / "groups") == (1024 - 900 + 300) * 2**20
+    assert total_host_bytes(tmp_path, tmp_path / "groups") == 2**30
     (tmp_path / "memory.max").write_text("max\n")
     assert available_host_bytes(tmp_path, tmp_path / "groups") > 2**30
+    assert total_host_bytes(tmp_path, tmp_path / "groups") == total_host_bytes(tmp_path, tmp_path / "no such file") > 2**30
     assert available_host_bytes(tmp_path, tmp_path / "no such file") > 2**30
 
 
@@ -552,15 +554,16 @@ def test_nothing_fits_is_exit_3_and_nothing_on_stdout():
 
 
 def test_auto_leaves_a_reserve_of_what_is_free_and_none_of_what_is_said(monkeypatch):
-    """What the machine has free is shared with the process itself; a number on the command line is taken at its word."""
+    """What the machine has free is shared with the process itself, what a run loads before it counts included; a number on the command
+    line is taken at its word."""
     needs = total(PlanOptions(D12, 4, 1024, recompute=0))
     command = "--plan -e d12 -b 4 --precision bf16 --device cpu --matmul native -r auto --json"
     said = json.loads(ran(f"{command} --memory-budget {needs / 1024}KiB"))
-    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: needs)
+    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: needs + RUN_ITSELF)
     free = json.loads(ran(command))
     assert (said["recompute"], said["budget"]["mib"]) == (0, needs / MIB)
     assert (free["recompute"], free["budget"]["mib"]) == (1, needs / MIB)
-    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: int(needs / (1 - RESERVE["cpu"])) + 2)
+    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: int(needs / (1 - RESERVE["cpu"])) + 2 + RUN_ITSELF)
     assert json.loads(ran(command))["recompute"] == 0
 
 
@@ -568,10 +571,11 @@ def test_processes_of_a_machine_share_what_it_has_free(monkeypatch):
     """As in a run; a size that is given is each process's own, and what another machine has is its own."""
     monkeypatch.setattr("llmc.request.available_host_bytes", lambda: 12000 * MIB)
     command = "--plan -e d12 -b 4 -t 64 --device cpu --json"
-    for flags, mib in {"": 12000, "-pn 4": 3000, "--ranks 4": 3000, "-pn 4 -pg 2": 6000, "-pn 4 --memory-budget 10GiB": 10240}.items():
-        assert json.loads(ran(f"{command} {flags}"))["budget"]["mib"] == mib, flags
+    for flags, mib in {"": 12000, "-pn 4": 3000, "--ranks 4": 3000, "-pn 4 -pg 2": 6000}.items():
+        assert json.loads(ran(f"{command} {flags}"))["budget"]["mib"] == mib - RUN_ITSELF / MIB, flags
+    assert json.loads(ran(f"{command} -pn 4 --memory-budget 10GiB"))["budget"]["mib"] == 10240
     refused = run("--plan -e d48 -b auto -t 64 --device cpu -pn 2")
-    assert refused.code == 3 and "not even -b 1 -t 64 fits 5700 MiB" in refused.err
+    assert refused.code == 3 and "not even -b 1 -t 64 fits 5543 MiB" in refused.err
 
 
 # ----------------------------------------------------------------------------
