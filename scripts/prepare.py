@@ -7,6 +7,7 @@ gives the same bytes as a run that was not killed.
 """
 
 import argparse
+import codecs
 import glob
 import hashlib
 import http.client
@@ -181,6 +182,8 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str], tell: bool = Fal
             files += found
         elif not path.exists():
             raise UserError(f"--input {path}: no such file or folder; check the path")
+        elif not path.is_file():
+            raise UserError(f"--input {path}: a pipe or a device, which cannot be read twice; write it to a file, and give that")
         elif path.suffix.lower() not in suffixes:
             raise UserError(f"--input {path}: expected a {' or '.join(suffixes)} file; convert it, or give another")
         else:
@@ -258,9 +261,23 @@ def read_or_refused(path: Path | str):
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it") from error
+        raise UserError(f"{path} is not UTF-8 text ({_where_not_utf8(Path(path))}); convert it") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+
+
+def _where_not_utf8(path: Path) -> str:
+    """The first line of a file that is not UTF-8, or what the file is instead. Its error tells neither: it is of a part of the file."""
+    with open(path, "rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return "it begins as UTF-16 does"
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number}, byte {error.start + 1}: {error.reason}"
+    return "it has changed meanwhile"
 
 
 def read_text(path: Path) -> str:

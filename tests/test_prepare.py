@@ -329,7 +329,9 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
             b"[" * 100_000 + b"\n",
             "a.jsonl:1 is not JSON \\((maximum recursion depth|Stack overflow) .*; mend or remove this line$",
         ),
-        ("a.txt", b"abc\xff", "a.txt is not UTF-8 text"),
+        ("a.txt", b"abc\xff", r"a.txt is not UTF-8 text \(line 1, byte 4: invalid start byte\); convert it"),
+        ("b.txt", b"x" * (2 << 20) + b"\nab\nc\xe4d", r"b.txt is not UTF-8 text \(line 3, byte 2: invalid continuation byte\)"),
+        ("c.txt", "UTF-16".encode("utf-16"), r"c.txt is not UTF-8 text \(it begins as UTF-16 does\); convert it"),
         (
             "a.txt",
             b"",
@@ -720,6 +722,12 @@ def test_of_a_folder_of_questions_the_validation_split_is_taken_and_none_is_gues
     (tmp_path / "hellaswag_val.jsonl").unlink()
     with pytest.raises(UserError, match="2 .jsonl or .parquet files, expected one, or one named hellaswag_val.jsonl; give the path"):
         prepare_hellaswag.main(argv)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match="a.txt: a pipe or a device, which cannot be read twice; write it to a file, and give that"):
+        prepare_text.main(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), *BYTES])
 
 
 def test_questions_that_are_not_utf_8_are_refused(tmp_path):
