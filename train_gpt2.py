@@ -457,6 +457,8 @@ def resume(run: Run, saved, continued):
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
     if run.resume_step > run.max_steps:
         print(f"note: step {run.resume_step} is beyond -x {run.max_steps}, so there is nothing left to do")
+    elif run.resume_step == run.max_steps:
+        print(f"note: step {run.resume_step} is the last of -x {run.max_steps}, so there is nothing left to train")
     run.record.phase("resume", run.resume_step)
 
 

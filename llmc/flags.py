@@ -101,8 +101,8 @@ GROUPS = {
              f"write a checkpoint this often and at the end; {NEVER}, unless a signal stops the run", at_least=0, also=(-1,)),
         Flag(("-nk",), "checkpoints-keep", int, 0, "COUNT", "keep this many of -n's checkpoints, the newest; 0 or -1 keeps all",
              at_least=0, also=(-1,)),
-        Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0: none is spared",
-             at_least=0),
+        Flag(("-nm",), "major-checkpoint-every", int, 0, "STEPS", "checkpoints at multiples of this are never deleted; 0 or -1 spares none",
+             at_least=0, also=(-1,)),
         _on_off((), "async-checkpoint", 0, "write checkpoints while training goes on, which waits only until they are copied into host "
                 "memory that the plan counts"),
         _on_off(("-y",), "resume", 0, "go on from the complete checkpoint of the highest step in the output directory"),
@@ -218,7 +218,7 @@ GROUPS = {
                 "run steps and evaluations as CUDA graphs, on a CPU as recorded lists of calls; auto does where it can"),
         Flag(
             (), "seed", int, 0, "NUMBER",
-            "other initial weights, order of the data, rounding and samples; 0: llm.c's. A resumed run keeps its own",
+            "other initial weights, order of the data, rounding and samples; 0: llm.c's, 65535: the last. A resumed run keeps its own",
             at_least=0, at_most=65535,
         ),
         Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core that this process may use", at_least=0, at_most=1024),

@@ -287,7 +287,7 @@ def test_a_run_resumed_at_its_last_step_measures_again_and_changes_nothing(case,
     before = but_record(tmp_path)
     again = ran(*argv, "-y 1")
     assert re.findall("val loss .*", again) == re.findall("val loss .*", first)[-1:] and not losses(again) and "Writing" not in again
-    assert "nothing left to do" not in again
+    assert "nothing left to do" not in again and "note: step 4 is the last of -x 4, so there is nothing left to train" in again
     assert but_record(tmp_path) == before and timed_steps(tmp_path) == [0, 1, 2, 3]
     assert phases(tmp_path) == [("build", 0), ("resume", 4), ("evaluation", 4), ("end", 4)]
 

@@ -113,7 +113,7 @@ def step_to_delete(step: int, every: int, keep: int, major_every: int) -> int | 
 
     every        -n, steps between checkpoints
     keep         -nk, how many to keep, 0 or -1 = all
-    major_every  -nm, checkpoints at multiples of this step are never deleted, 0 = no exceptions
+    major_every  -nm, checkpoints at multiples of this step are never deleted, 0 or less = no exceptions
     """
     old = step - keep * every
     if keep <= 0 or old <= 0 or (major_every > 0 and old % major_every == 0):
@@ -140,7 +140,7 @@ def first_without_room(room: int, start: int, end: int, there: set[int], *, ever
         if old in there:
             there.remove(old)
             room += 1
-        if keep > 0 and major_every == 0 and step > start + (keep + 1) * every:  # from here on each takes the place of another
+        if keep > 0 and major_every <= 0 and step > start + (keep + 1) * every:  # from here on each takes the place of another
             return None
     return None
 
