@@ -9,18 +9,36 @@ from llmc.host import own_processors
 
 CPU_INFO = "/proc/cpuinfo"
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
+# who made a core and which it is, as registers of Arm's say it (MIDR_EL1). Source: util-linux, sys-utils/lscpu-arm.c
+ARM_IMPLEMENTER = "0x41"
+ARM_CORES = {
+    "0xd03": "Cortex-A53", "0xd05": "Cortex-A55", "0xd07": "Cortex-A57", "0xd08": "Cortex-A72", "0xd0b": "Cortex-A76",
+    "0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd42": "Cortex-A78AE", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2",
+    "0xd84": "Neoverse-V3", "0xd85": "Cortex-X925", "0xd87": "Cortex-A725", "0xd8e": "Neoverse-N3",
+}  # fmt: skip
 CPU_MATMULS = ("native", "numba", "widened")  # --matmul on a CPU
 NVIDIA_DRIVERS = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # one of them exists where there is an NVIDIA driver: Linux, WSL 2
 
 
 def cpu_name() -> str:
     """The processor's name, and how many of its cores this process may use."""
+    return f"{_processor_name()}, {own_processors()} cores"
+
+
+def _processor_name() -> str:
+    """As Linux says it on x86; on Arm it only says numbers, of each core: there the names of these, or else "CPU"."""
+    fields = {}
     try:
         with open(CPU_INFO) as f:
-            names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
+            for line in f:
+                name, _, value = line.partition(":")
+                fields.setdefault(name.strip(), {})[value.strip()] = None  # in the order of the file, each once
     except OSError:
-        names = []
-    return f"{names[0] if names else 'CPU'}, {own_processors()} cores"
+        return "CPU"
+    if model := fields.get("model name"):
+        return next(iter(model))
+    parts = fields.get("CPU part", {}) if list(fields.get("CPU implementer", ())) == [ARM_IMPLEMENTER] else ()
+    return " and ".join(f"Arm {ARM_CORES[part]}" for part in parts if part in ARM_CORES) or "CPU"
 
 
 def _cpu_line(name) -> list[str]:

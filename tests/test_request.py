@@ -104,6 +104,36 @@ def test_a_machine_that_says_nothing_of_its_processor_multiplies_by_torch(monkey
     assert [options("--kernels numba", precision, "cpu").matmul for precision in ("fp32", "bf16")] == ["native", "widened"]
 
 
+def on_arm(tmp_path, monkeypatch, *cores, features="fp asimd aes crc32 atomics asimddp ssbs"):
+    """Say what cores this machine has, as Linux writes it on Arm: each one's (implementer, part)."""
+    core = "processor\t: {}\nBogoMIPS\t: 50.00\nFeatures\t: {}\nCPU implementer\t: {}\nCPU architecture: 8\nCPU part\t: {}\n\n"
+    path = tmp_path / "cpuinfo"
+    path.write_text("".join(core.format(number, features, *one) for number, one in enumerate(cores)))
+    monkeypatch.setattr(llmc.processor, "CPU_INFO", path)
+
+
+@pytest.mark.parametrize("features, precision, matmul", [
+    ("fp asimd aes crc32 atomics asimddp ssbs", "fp32", "widened"),  # Neoverse-N1 of Graviton 2
+    ("fp asimd sve asimdfhm svei8mm svebf16 i8mm bf16 dgh rng", "bf16", "native"),  # Neoverse-V1 of Graviton 3
+])  # fmt: skip
+def test_arm_trains_in_bf16_where_it_multiplies_that(monkeypatch, tmp_path, features, precision, matmul):
+    on_arm(tmp_path, monkeypatch, ("0x41", "0xd40"), features=features)
+    assert llmc.processor.likely_precision("auto", "cpu") == precision
+    for kernels in ("numba", "torch"):
+        assert options(f"--kernels {kernels}", "fp32", "cpu").matmul == "native"
+        assert options(f"--kernels {kernels}", "bf16", "cpu").matmul == matmul
+
+
+@pytest.mark.parametrize("cores, name", [
+    ([("0x41", "0xd0c")] * 4, "Arm Neoverse-N1"), ([("0x41", "0xd4f")], "Arm Neoverse-V2"),
+    ([("0x41", "0xd87")] * 2 + [("0x41", "0xd85")] * 2, "Arm Cortex-A725 and Arm Cortex-X925"),  # of a DGX Spark
+    ([("0x61", "0xd0c")], "CPU"), ([("0x41", "0xfff")], "CPU"),  # another maker's; one that came later
+])  # fmt: skip
+def test_arm_s_processors_have_names(monkeypatch, tmp_path, cores, name):
+    on_arm(tmp_path, monkeypatch, *cores)
+    assert llmc.processor.cpu_name().rpartition(", ")[0] == name
+
+
 def test_numba_s_matmuls_need_its_kernels():
     for precision in ("fp32", "bf16"):
         with pytest.raises(
