@@ -64,7 +64,7 @@ from test_kernels import (  # noqa: F401
     test_normalising_from_given_statistics_has_torch_s_bits,
     test_residual_and_layernorm_in_one_are_the_two_one_after_the_other,
     test_sampling_and_evaluation_are_those_of_the_torch_operations_but_for_noise,
-    test_updates_of_a_model_have_the_bits_of_the_torch_operations,
+    test_updates_of_a_model_have_the_bits_of_the_torch_operations, torch_s_adamw,
 )  # fmt: skip
 from test_layers import dtypes, judge_rows, same_bits
 

@@ -2,7 +2,7 @@
 
 A program handles a piece of one layer of one tensor, so its layer, its seeds and its decay are the same for all elements.
 What changes from step to step lies in device memory, so that a captured launch can be used again.
-The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits, except in
+The arithmetic is that of torch's fused CPU kernel on x86, its two fused multiply-adds included, so both give the same bits, except in
 the last few elements of a tensor whose size is no multiple of 16: there the compiler of the CPU's kernel fuses another one.
 """
 

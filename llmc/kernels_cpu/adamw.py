@@ -1,7 +1,8 @@
 """AdamW over the arenas in one pass, in every form of weights and moments: see llmc/layers/adamw.py.
 
-The arithmetic is that of torch's fused CPU kernel, its two fused multiply-adds included, so both give the same bits, except
-in the last few elements of a tensor whose size is no multiple of 16: there torch's compiler fuses another one.
+The arithmetic is that of torch's fused CPU kernel on x86, its two fused multiply-adds included, so both give the same bits, except
+in the last few elements of a tensor whose size is no multiple of 16: there torch's compiler fuses another one. On Arm torch's v is
+rounded otherwise: up to a quarter of its elements are a unit in the last place off.
 """
 
 import numpy as np
