@@ -18,7 +18,7 @@ from case_a import write_case_a
 
 from llmc.checkpoint.model_file import parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
-from llmc.data.tokenizer import BYTE_OF_ID, UNKNOWN, GPT2Encoder, Tokenizer
+from llmc.data.tokenizer import BYTE_OF_ID, UNKNOWN, GPT2Encoder, Tokenizer, find_tokenizer
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES
 from llmc.memory.tables import DTYPE_BYTES, num_parameters, parameter_shapes
@@ -212,17 +212,24 @@ def test_the_tokenizer_goes_along_and_encodes_and_decodes_as_it_does_here(noise,
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (299, 299, 299)
 
 
-def test_a_tokenizer_of_gpt2_s_tokens_is_gpt2_s(tmp_path, shared, monkeypatch):
+@pytest.mark.parametrize("V", [50257, 50258, 50260])
+def test_a_tokenizer_of_gpt2_s_tokens_is_gpt2_s(tmp_path, shared, monkeypatch, V):
+    """For a model with more tokens too, as one that was fine-tuned with some for padding or for a chat."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "tiktoken-cache"))
-    config = ModelConfig(max_seq_len=64, vocab_size=50257, num_layers=1, num_heads=1, channels=16, padded_vocab_size=50304)
+    config = ModelConfig(max_seq_len=64, vocab_size=V, num_layers=1, num_heads=1, channels=16, padded_vocab_size=50304)
     noise_bin(tmp_path / "m.bin", config, "bf16")
     gpt2 = GPT2Encoder()
-    gpt2.tokenizer().write(tmp_path / "named.bin")
+    for name in ("named.bin", "gpt2_tokenizer.bin"):
+        gpt2.tokenizer().write(tmp_path / name)
     bin_to_hf(tmp_path / "m.bin", tmp_path / "hf", tmp_path / "named.bin")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for path in (*(REPO / "llmc").rglob("*.py"), REPO / "README.md"):
         text = path.read_text(encoding="utf-8").replace("<|endoftext|>", "")
         assert theirs.encode(text) == gpt2.encode(text), path
+    assert len(theirs) == V and theirs.encode("\ufffd") == gpt2.encode("\ufffd")
+    table = find_tokenizer(None, (tmp_path,), V)
+    assert table.decode([31373, *range(50257, V), 995]) == b"hello world" and table.encode("\ufffd", like=[995]) == gpt2.encode("\ufffd")
+    assert find_tokenizer(None, (tmp_path,), 50256) is None
 
 
 def test_a_tokenizer_is_looked_for_beside_the_model_and_then_here(noise, capsys):

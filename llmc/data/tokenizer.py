@@ -53,9 +53,10 @@ class Tokenizer:
         return b"".join(self.table[i] for i in ids)
 
     def ids(self) -> dict[bytes, int]:
-        """The id of every token that has bytes of its own: not of end-of-text, nor of those that share theirs, as all UNKNOWN do."""
+        """The id of every token that has bytes of its own: not of end-of-text, nor of those that share theirs, as all UNKNOWN do, or have
+        none."""
         found = Counter(self.table)
-        return {token: i for i, token in enumerate(self.table) if i != self.end_of_text and found[token] == 1}
+        return {token: i for i, token in enumerate(self.table) if token and i != self.end_of_text and found[token] == 1}
 
     def merges(self) -> list[tuple[bytes, bytes]]:
         """The merges of byte-pair encoding, in their order, for a table whose ids are in that order too, as GPT-2's are."""
@@ -81,6 +82,11 @@ class Tokenizer:
             from tiktoken import Encoding
             from tiktoken_ext.openai_public import r50k_pat_str
         return Encoding("table", pat_str=r50k_pat_str, mergeable_ranks=ids, special_tokens={}).encode_ordinary(text)
+
+    def with_added(self, vocab_size: int) -> "Tokenizer":
+        """This tokenizer, or if it has GPT-2's number of tokens one of vocab_size, if that is more: the others are added, without bytes."""
+        added = max(0, vocab_size - self.vocab_size) if self.vocab_size == GPT2_VOCAB_SIZE else 0
+        return Tokenizer(self.table + [b""] * added, self.end_of_text, self.path)
 
     def is_part_of(self, other: "Tokenizer") -> bool:
         """Whether the other decodes all that this one knows, and to the same bytes."""
@@ -150,19 +156,20 @@ def _split_table(body: bytes, size: int, path) -> list[bytes]:
 
 
 def find_tokenizer(path, folders, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that decodes samples: the file at `path`, or else the first gpt2_tokenizer.bin in `folders` that has vocab_size tokens.
+    """The tokenizer that decodes samples: the file at `path`, or else the first gpt2_tokenizer.bin in `folders` that has vocab_size tokens,
+    or GPT-2's number, where the model has more: those were added to fine-tune it, and decode to nothing.
 
     None if there is none. Raises UserError if the file at `path` has another number of tokens, or if any file it reads is damaged.
     """
     if path:
-        tokenizer = Tokenizer.read(path)
+        tokenizer = Tokenizer.read(path).with_added(vocab_size)
         if tokenizer.vocab_size != vocab_size:
             raise UserError(
                 f"--tokenizer {path} has {tokenizer.vocab_size} tokens and the model {vocab_size}; give the one the data was made with"
             )
         return tokenizer
     for found in (Path(folder) / "gpt2_tokenizer.bin" for folder in folders):
-        if found.exists() and (tokenizer := Tokenizer.read(found)).vocab_size == vocab_size:
+        if found.exists() and (tokenizer := Tokenizer.read(found).with_added(vocab_size)).vocab_size == vocab_size:
             return tokenizer
     return None
 
