@@ -280,7 +280,7 @@ def open_data(run: Run):
 
     o, vocab_size = plan.options, plan.options.config.vocab_size
     rank = world.rank // o.tensor_parallel  # among those that read different data
-    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, num_processes=o.data_ranks, vocab_size=vocab_size)
+    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, data_ranks=o.data_ranks, vocab_size=vocab_size)
     train_data, train_flag = training_data(s)
     run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, seed=s.seed, **batch)
     run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None

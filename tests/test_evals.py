@@ -52,13 +52,13 @@ def test_the_score_does_not_depend_on_the_batch_size(path, B):
     assert loader.evaluate(fake_losses) == expected  # the second time in a run, too
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 7, 64])
-def test_ranks_share_the_work_and_make_the_same_number_of_calls(path, num_processes):
+@pytest.mark.parametrize("data_ranks", [1, 2, 3, 7, 64])
+def test_ranks_share_the_work_and_make_the_same_number_of_calls(path, data_ranks):
     """llm.c's split, ceil(examples / processes) each; a rank with less to do still joins every call."""
     calls, correct = [], 0
-    for rank in range(num_processes):
+    for rank in range(data_ranks):
         made = []
-        loader = EvalLoader(path, 6, T, rank=rank, num_processes=num_processes, vocab_size=V)
+        loader = EvalLoader(path, 6, T, rank=rank, data_ranks=data_ranks, vocab_size=V)
         correct += loader.evaluate(lambda x, y, made=made: made.append(1) or fake_losses(x, y))
         calls.append(len(made))
     assert set(calls) == {loader.num_batches}

@@ -77,7 +77,7 @@ def test_data_order_is_llmc_s(case, golden):
     ranks = json.loads((GOLDEN / f"loader_A_{golden}.json").read_text())
     for rank, expected in enumerate(ranks.values()):
         loader = TokenLoader(
-            str(case / "train_*.bin"), 4, 32, rank=rank, num_processes=len(ranks), shuffle="shuffled" in golden, vocab_size=96
+            str(case / "train_*.bin"), 4, 32, rank=rank, data_ranks=len(ranks), shuffle="shuffled" in golden, vocab_size=96
         )
         for line in expected:
             inputs, targets = loader.next_batch()
@@ -86,7 +86,7 @@ def test_data_order_is_llmc_s(case, golden):
 
 
 def test_a_seed_s_order_is_that_of_no_rank_of_another(shards):
-    loaders = [TokenLoader(shards, 1, 1, rank=rank, num_processes=5, shuffle=True, seed=seed) for seed in (0, 1, 2) for rank in range(5)]
+    loaders = [TokenLoader(shards, 1, 1, rank=rank, data_ranks=5, shuffle=True, seed=seed) for seed in (0, 1, 2) for rank in range(5)]
     orders = {tuple(loader.state().intra_shard_indices) for loader in loaders}
     assert len(orders) == len(loaders)
 
@@ -101,7 +101,7 @@ def test_batches_are_contiguous_int64_and_targets_are_the_next_tokens(shards):
 
 
 def test_ranks_in_order_share_each_sample_without_overlap(shards):
-    ranks = [TokenLoader(shards, 2, 4, rank=r, num_processes=3) for r in range(3)]
+    ranks = [TokenLoader(shards, 2, 4, rank=r, data_ranks=3) for r in range(3)]
     for sample in range(4):  # (101 - 1) // 24
         inputs = np.concatenate([loader.next_batch()[0].ravel() for loader in ranks])
         np.testing.assert_array_equal(inputs, sample * 24 + np.arange(24))
@@ -195,8 +195,9 @@ def test_tokens_beyond_two_gib_are_reached(tmp_path):
 
 
 def test_a_shard_smaller_than_a_batch_says_the_arithmetic(shards):
-    with pytest.raises(UserError, match=r"s_1.bin holds 60 tokens, and one batch takes 61 \(-b 2 times -t 10 times 3 processes, plus 1\)"):
-        TokenLoader(shards, 2, 10, num_processes=3)
+    arithmetic = r"s_1.bin holds 60 tokens, and one batch takes 61 \(-b 2 times -t 10 times 3 data-parallel ranks, plus 1\)"
+    with pytest.raises(UserError, match=arithmetic):
+        TokenLoader(shards, 2, 10, data_ranks=3)
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path):

@@ -45,13 +45,13 @@ class Shards:
         """Every place that has a target."""
         return {token for tokens in self.tokens.values() for token in tokens[:-1]}
 
-    def loaders(self, B, T, num_processes, shuffle=True) -> list[TokenLoader]:
+    def loaders(self, B, T, data_ranks, shuffle=True) -> list[TokenLoader]:
         pattern = str(self.folder / "*.bin")
-        return [TokenLoader(pattern, B, T, rank=r, num_processes=num_processes, shuffle=shuffle) for r in range(num_processes)]
+        return [TokenLoader(pattern, B, T, rank=r, data_ranks=data_ranks, shuffle=shuffle) for r in range(data_ranks)]
 
-    def samples(self, B, T, num_processes) -> int:
+    def samples(self, B, T, data_ranks) -> int:
         """Micro-steps of an ordinary epoch."""
-        return sum((len(tokens) - 1) // (B * T * num_processes) for tokens in self.tokens.values())
+        return sum((len(tokens) - 1) // (B * T * data_ranks) for tokens in self.tokens.values())
 
 
 @pytest.fixture

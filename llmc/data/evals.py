@@ -112,7 +112,7 @@ class EvalLoader:
     example longer than T or a token outside the vocabulary. `num_examples` counts the whole file, not only this rank's share.
     """
 
-    def __init__(self, path, B: int, T: int, *, rank: int = 0, num_processes: int = 1, vocab_size: int):
+    def __init__(self, path, B: int, T: int, *, rank: int = 0, data_ranks: int = 1, vocab_size: int):
         self.B, self.T = B, T
         if not Path(path).exists():
             raise UserError(
@@ -122,7 +122,7 @@ class EvalLoader:
         self.num_examples = len(examples)
         for index, example in enumerate(examples):
             self._check_fits(example, f"{path}: example {index}", vocab_size)
-        per_rank = -(-len(examples) // num_processes)
+        per_rank = -(-len(examples) // data_ranks)
         self._examples = examples[rank * per_rank : (rank + 1) * per_rank]
         # the same on all ranks, even on one with fewer examples or none: token_losses may communicate with the other ranks
         self.num_batches = -(-per_rank * NUM_COMPLETIONS // B)

@@ -1,4 +1,4 @@
-"""The loader that serves training and validation batches from token shards, in llm.c's order for any number of processes."""
+"""The loader that serves training and validation batches from token shards, in llm.c's order for any number of ranks."""
 
 import os
 import zlib
@@ -20,14 +20,14 @@ class TokenLoader:
 
     Epochs follow each other without end. With `shuffle`, the order of the shards and that of the samples within each shard are
     shuffled. Headers and sizes of all shards are checked at the start, so that a run does not stop in the night; tokens are checked when
-    they are read, which can be ahead of time (`look_ahead`). A run resumed with another batch shape, number of processes or set of
+    they are read, which can be ahead of time (`look_ahead`). A run resumed with another batch shape, number of data ranks or set of
     shards is first served what is left of its epoch (`go_on`).
     seed, 0 to 65535, begins another order; 0 is llm.c's.
     Raises UserError for files that are missing, damaged or smaller than one batch.
     """
 
-    def __init__(self, pattern, B, T, *, rank=0, num_processes=1, shuffle=False, vocab_size=65536, flag="-i", seed=0):
-        self.geometry, self.rank = Geometry(B, T, num_processes), rank
+    def __init__(self, pattern, B, T, *, rank=0, data_ranks=1, shuffle=False, vocab_size=65536, flag="-i", seed=0):
+        self.geometry, self.rank = Geometry(B, T, data_ranks), rank
         self.vocab_size, self.flag, self.pattern = vocab_size, flag, pattern
         self.paths = find_shards(pattern, flag)
         sizes = [self._checked_size(path) for path in self.paths]
@@ -163,7 +163,7 @@ class TokenLoader:
         if saved != found:
             raise UserError(
                 f"the checkpoint's training data has {saved} {what} and {self.flag} {self.pattern} has {found}: the files, -b, -t or "
-                f"the number of processes changed since; resume with the same ones"
+                f"the number of data-parallel ranks changed since; resume with the same ones"
             )
 
     def _checked_size(self, path: str) -> int:
@@ -172,7 +172,7 @@ class TokenLoader:
             g = self.geometry
             raise UserError(
                 f"{self.flag} {path} holds {num_tokens} tokens, and one batch takes {g.sample_tokens + 1} (-b {g.B} times -t {g.T} times "
-                f"{g.num_processes} processes, plus 1); choose a smaller -b or -t, or leave this shard out"
+                f"{g.ranks}, plus 1); choose a smaller -b or -t, or leave this shard out"
             )
         return num_tokens
 

@@ -1,4 +1,4 @@
-"""What is left of an epoch when a run resumes with another batch shape, number of processes or set of shards, and how it is dealt out.
+"""What is left of an epoch when a run resumes with another batch shape, number of data ranks or other shards, and how it is dealt out.
 
 All shards are laid end to end on one axis: token p of a shard is at p plus the number of tokens in the shards before it. A place on
 the axis is an input if the token after it, its target, is in the same shard; so the last place of a shard never is one, and the
@@ -7,8 +7,8 @@ intervals of two shards never touch. What is left is the inputs that no rank has
 
 To be dealt out, the intervals are laid end to end as a stream of inputs: first the whole rows of T in each interval, then the
 leftover of each, joined into rows of several fragments. Every input keeps its own target, the next token of its shard. The stream
-is then cut as llm.c cuts a shard: sample j is B*T*num_processes inputs, rank r takes the r-th B*T of them, and goes through
-the samples in its own order. The inputs at the stream's end that make no whole sample, fewer than B*T*num_processes, are dropped.
+is then cut as llm.c cuts a shard: sample j is B*T*data_ranks inputs, rank r takes the r-th B*T of them, and goes through
+the samples in its own order. The inputs at the stream's end that make no whole sample, fewer than B*T*data_ranks, are dropped.
 """
 
 import base64
@@ -24,11 +24,11 @@ ORDER_SEED = 1042  # plus the rank: seeds the order of the samples. any constant
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a run cuts its data. num_processes counts those that read different data: all of them, except with tensor parallelism."""
+    """How a run cuts its data. data_ranks counts the ranks that read different data: all or, with tensor parallelism, one of each group."""
 
     B: int
     T: int
-    num_processes: int
+    data_ranks: int
 
     @property
     def batch_tokens(self) -> int:
@@ -38,7 +38,7 @@ class Geometry:
     @property
     def sample_tokens(self) -> int:
         """Inputs of all ranks in one micro-step."""
-        return self.B * self.T * self.num_processes
+        return self.B * self.T * self.data_ranks
 
     def samples_in(self, num_tokens: int) -> int:
         """Whole samples in a shard of num_tokens. One token more is needed, for the last target. The rest of the shard is dropped."""
@@ -46,10 +46,15 @@ class Geometry:
 
     def start_of(self, sample, rank: int):
         """The first of a rank's inputs of a sample, or of several samples in an array, counted in the shard, or the stream, they are of."""
-        return (sample * self.num_processes + rank) * self.batch_tokens
+        return (sample * self.data_ranks + rank) * self.batch_tokens
+
+    @property
+    def ranks(self) -> str:
+        """How many there are, in words that are true with and without tensor parallelism."""
+        return f"{self.data_ranks} data-parallel rank{'s' if self.data_ranks > 1 else ''}"
 
     def __str__(self):
-        return f"-b {self.B} -t {self.T} on {self.num_processes} data-parallel rank{'s' if self.num_processes > 1 else ''}"
+        return f"-b {self.B} -t {self.T} on {self.ranks}"
 
 
 class Remainder:
@@ -91,7 +96,7 @@ class Remainder:
     def left(self, served: int) -> np.ndarray:
         """The intervals still left once every rank has served that many samples, including those that would be dropped."""
         g = self.geometry
-        starts = np.sort(np.concatenate([g.start_of(self.order(rank)[served:], rank) for rank in range(g.num_processes)]))
+        starts = np.sort(np.concatenate([g.start_of(self.order(rank)[served:], rank) for rank in range(g.data_ranks)]))
         dealt = self.num_samples * g.sample_tokens
         ranges = np.concatenate([np.stack([starts, starts + g.batch_tokens], axis=1), [[dealt, self.num_inputs]]])
         return merged(self._cut(merged(ranges)))

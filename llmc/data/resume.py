@@ -1,6 +1,6 @@
 """Where the training data continues after a resume: at the very place it was left, or with what is left of the epoch.
 
-If batch shape, number of processes and shards are those the checkpoint was written with, the loader returns to its place and the run is
+If batch shape, number of data ranks and shards are those the checkpoint was written with, the loader returns to its place and the run is
 bit for bit the one that was stopped. If any of them changed, the rest of the epoch is served first (see remainder.py), each input
 once, and ordinary epochs of the new geometry follow.
 """
@@ -62,7 +62,7 @@ def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geom
     """
     written = read_written(extras)
     shuffled = states[0].should_shuffle
-    if written.geometry is None and len(states) != geometry.num_processes and shuffled:
+    if written.geometry is None and len(states) != geometry.data_ranks and shuffled:
         raise UserError(
             f"the checkpoint is of {len(states)} processes and does not say their -b and -t, as llm.c's do not, so what is left of "
             f"its epoch cannot be known; resume with {len(states)} processes (-pn {len(states)}, or that times --tensor-parallel)"
@@ -116,7 +116,7 @@ def not_served(states: list[LoaderState], shards: Shards, geometry: Geometry) ->
     places = [np.argsort(state.shard_indices) for state in states]  # the place of each shard in the rank's order
     intervals, starts = [], starts_of(shards)
     for shard, (_, num_tokens) in enumerate(shards):
-        left = np.ones((samples[shard], geometry.num_processes), bool)
+        left = np.ones((samples[shard], geometry.data_ranks), bool)
         for rank, state in enumerate(states):
             if places[rank][shard] < state.current_shard_idx:
                 left[:, rank] = False

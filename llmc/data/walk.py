@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """What is left of an epoch begun with another batch shape, number of processes or set of shards; `served` batches of it are done."""
+    """What is left of an epoch begun with another batch shape, number of data ranks or set of shards; `served` batches of it are done."""
 
     remainder: Remainder
     order: np.ndarray  # (num_samples,): its samples in the order in which this rank goes through them
@@ -66,7 +66,7 @@ class Place:
 class Walk:
     """Goes from place to place, for one rank of a geometry.
 
-    A sample is B*T*num_processes consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
+    A sample is B*T*data_ranks consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
     Raises UserError if a shard cannot be opened, or no longer has the tokens it had.
     """
 
