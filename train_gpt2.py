@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -313,6 +313,12 @@ def open_data(run: Run):
         print_rows({"tensor_parallel": s.tensor_parallel})
 
 
+def close_data(run: Run):
+    """Let go of the shards that a run read."""
+    for loader in filter(None, (run.train_loader, run.val_loader)):
+        loader.close()
+
+
 def validation_notes(run: Run):
     """Lines about validation data that its losses may mislead about."""
     from llmc.data.shards import first_tokens
@@ -450,7 +456,8 @@ def resume(run: Run, saved, continued):
     from llmc.checkpoint.snapshot import load_snapshot
 
     s = run.settings
-    load_snapshot(s.output_dir, run.resume_step, run.model, saved)
+    with closing(saved):
+        load_snapshot(s.output_dir, run.resume_step, run.model, saved)
     run.train_loader.go_on(continued)
     for note in continued.notes:
         print(note)
@@ -516,6 +523,7 @@ def train(s: Settings) -> StopRequest:
     """Train as the flags say, from opening the device to the last checkpoint. Returns what may have ended it before."""
     with ExitStack() as until_end:
         run = open_run(s, until_end)
+        until_end.callback(close_data, run)
         with told(run.world), memory_explained(run):
             build(run)
             with checkpoint_kept(run):

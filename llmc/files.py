@@ -164,6 +164,12 @@ class Numbers:
         with readable(path):
             self._file = open(path, "rb", buffering=0)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
     def close(self) -> None:
         """Let go of the file, from which nothing more is read."""
         self._file.close()

@@ -252,19 +252,19 @@ def tokenizer_of(model, config: ModelConfig, path=None) -> tuple[dict[str, dict]
 
 def tensors_from_bin(path, config: ModelConfig, precision: str) -> dict[str, torch.Tensor]:
     """Hugging Face names -> tensors in the file's precision. The head is wte, so it is not included. Prints a note if padding is lost."""
-    parameters, tensors, at = Numbers(path, np.uint8, HEADER_BYTES), {}, 0
-    for name, hf_name, shape in slices(config):
-        n_bytes = prod(shape) * DTYPE_BYTES[precision]
-        tensor = torch.from_numpy(parameters.read(at, n_bytes)).view(TORCH_DTYPE[precision]).reshape(shape)
-        tensors["transformer." + hf_name] = tensor.T.contiguous() if name in TRANSPOSED else tensor
-        at += n_bytes
-        if name == "wte":
-            n_bytes = (config.padded_vocab_size - config.vocab_size) * config.channels * DTYPE_BYTES[precision]
-            if parameters.read(at, n_bytes).any():
-                rows = f"{config.vocab_size} to {config.padded_vocab_size - 1}"
-                print(f"note: the padding rows {rows} of wte in {path} are not zero; they are dropped")
+    tensors, at = {}, 0
+    with Numbers(path, np.uint8, HEADER_BYTES) as parameters:
+        for name, hf_name, shape in slices(config):
+            n_bytes = prod(shape) * DTYPE_BYTES[precision]
+            tensor = torch.from_numpy(parameters.read(at, n_bytes)).view(TORCH_DTYPE[precision]).reshape(shape)
+            tensors["transformer." + hf_name] = tensor.T.contiguous() if name in TRANSPOSED else tensor
             at += n_bytes
-    parameters.close()
+            if name == "wte":
+                n_bytes = (config.padded_vocab_size - config.vocab_size) * config.channels * DTYPE_BYTES[precision]
+                if parameters.read(at, n_bytes).any():
+                    rows = f"{config.vocab_size} to {config.padded_vocab_size - 1}"
+                    print(f"note: the padding rows {rows} of wte in {path} are not zero; they are dropped")
+                at += n_bytes
     assert at == parameter_bytes(config, precision)
     return tensors
 

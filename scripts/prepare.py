@@ -31,7 +31,7 @@ from threading import Thread
 import numpy as np
 from tqdm import tqdm
 
-from llmc.data.shards import MAX_SHARD_TOKENS, inputs_of_shortest, open_shard, write_shard
+from llmc.data.shards import MAX_SHARD_TOKENS, count_tokens, inputs_of_shortest, write_shard
 from llmc.data.tokenizer import Encoder, GPT2Encoder, Tokenizer, load_encoder
 from llmc.errors import UserError, file_error
 from llmc.files import make_folder, write_atomically
@@ -642,6 +642,6 @@ class Progress:
 
 def _is_whole(folder: Path, shard: dict) -> bool:
     try:
-        return open_shard(folder / shard["file"]).num_tokens == shard["tokens"]
+        return count_tokens(folder / shard["file"]) == shard["tokens"]
     except UserError:
         return False

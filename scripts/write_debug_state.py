@@ -17,7 +17,7 @@ from llmc.checkpoint.debug_state import write_debug_state
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.snapshot import load_weights
 from llmc.config import ModelConfig
-from llmc.data.shards import open_shard
+from llmc.data.shards import count_tokens, open_shard
 from llmc.errors import UserError, run_script
 from llmc.gpt2 import GPT2
 from llmc.layers.matmul import matmul_forward
@@ -41,13 +41,14 @@ def load_fp32_model(path, B: int, T: int) -> GPT2:
 
 def first_batch(path, B: int, T: int, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (B, T) int64 from the start of a shard. Raises UserError if it is too short or of another vocabulary."""
-    shard = open_shard(path)
-    if shard.num_tokens < B * T + 1:
+    num_tokens = count_tokens(path)
+    if num_tokens < B * T + 1:
         raise UserError(
-            f"{path} has {shard.num_tokens} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b "
+            f"{path} has {num_tokens} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b "
             "or -t"
         )
-    tokens = shard.read(0, B * T + 1).astype(np.int64)
+    with open_shard(path) as shard:
+        tokens = shard.read(0, B * T + 1).astype(np.int64)
     if tokens.max() >= config.vocab_size:
         raise UserError(
             f"{path} has a token {tokens.max()}; expected tokens below the model's vocabulary of {config.vocab_size}, "

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.data.shards import open_shard, write_shard
+from llmc.data.shards import count_tokens, open_shard, write_shard
 from llmc.errors import UserError
 from llmc.memory.report import COLUMNS
 from llmc.units import MIB
@@ -368,8 +368,8 @@ def test_a_run_that_fails_ends_the_sweep_with_its_error_and_code(trainer, tmp_pa
 def test_random_tokens_stand_in_for_a_corpus(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare_memory, "DATA", ())
     args = compare_memory.command_line().parse_args("--sweep -e d6 -b 2 -t 16 --steps 3".split())
-    shard = open_shard(compare_memory.training_data(args, tmp_path))
-    tokens = shard.read(0, shard.num_tokens)
+    path = compare_memory.training_data(args, tmp_path)
+    tokens = open_shard(path).read(0, count_tokens(path))
     assert len(tokens) == 2 * 16 * 3 + 1 and len(np.unique(tokens)) > 90 and tokens.max() < 50257
     assert "training on 97 random tokens" in capsys.readouterr().err
     args.data = "mine_*.bin"

@@ -22,7 +22,7 @@ from torch_gelu import TorchGelu
 
 from llmc.backend import Backend
 from llmc.config import config_from_descriptor
-from llmc.data.shards import open_shard
+from llmc.data.shards import count_tokens
 from llmc.graphs import Graphs
 from llmc.layers.matmul import matmul_dweight
 from scripts import gpu_algorithms, gpu_check, gpu_common, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps, gpu_tune
@@ -672,7 +672,7 @@ def test_llm_c_s_steps_stand_beside_ours(run, tmp_path, monkeypatch):
 def test_the_shard_for_llm_c_is_one(run, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(gpu_llmc, "measure_steps", lambda run, step: (1.0, 0.0, 4.0))
-    monkeypatch.setattr(gpu_llmc, "run_program", lambda run, shard, level: seen.append(open_shard(shard).num_tokens) or "")
+    monkeypatch.setattr(gpu_llmc, "run_program", lambda run, shard, level: seen.append(count_tokens(shard)) or "")
     run.args.llmc, record = "not run", new_record("")
     with torch.no_grad():
         gpu_llmc.llmc(run, record)

@@ -24,7 +24,7 @@ import pytest
 
 from llmc.data.evals import read_eval_file
 from llmc.data.loader import TokenLoader
-from llmc.data.shards import open_shard
+from llmc.data.shards import count_tokens, open_shard
 from llmc.data.tokenizer import ByteEncoder, Tokenizer
 from llmc.distributed.watch import is_alive
 from llmc.errors import UserError
@@ -38,8 +38,7 @@ BYTES = ["--encoder", "bytes"]
 
 def text_of(*paths) -> list[str]:
     """The documents in shards made of bytes: what stands behind each end-of-text token."""
-    shards = [open_shard(path) for path in paths]
-    tokens = np.concatenate([shard.read(0, shard.num_tokens) for shard in shards]).tolist()
+    tokens = np.concatenate([open_shard(path).read(0, count_tokens(path)) for path in paths]).tolist()
     table, documents = Tokenizer.from_bytes_only(), []
     for token in tokens:
         if token == EOT:
@@ -69,7 +68,7 @@ def corpus(documents=lambda: iter(some_documents()), **changes):
 
 def test_shards_cut_the_stream_of_documents_every_shard_tokens(tmp_path):
     paths = prepare.write_corpus(corpus(), tmp_path, ByteEncoder(), 1)
-    sizes = [open_shard(path).num_tokens for path in paths]
+    sizes = [count_tokens(path) for path in paths]
     assert sizes[:-1] == [100] * (len(sizes) - 1) and 0 < sizes[-1] <= 100 and len(sizes) > 5
     assert [path.name for path in paths[:2]] == ["c_000000.bin", "c_000001.bin"]
     assert text_of(*paths) == some_documents()
@@ -147,7 +146,7 @@ t.prepare.write_corpus(t.corpus(documents), t.Path({str(killed)!r}), t.ByteEncod
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
     shards = [name for name in contents(killed) if name.endswith(".bin")]
-    assert shards and all(open_shard(killed / name).num_tokens == 100 for name in shards)
+    assert shards and all(count_tokens(killed / name) == 100 for name in shards)
     for folder in (killed, straight):
         prepare.write_corpus(corpus(), folder, ByteEncoder(), 1)
     assert contents(killed) == contents(straight)
@@ -494,7 +493,7 @@ def test_without_bpe_files_bytes_stand_in(tmp_path, monkeypatch, capsys):
     prepare_tinyshakespeare.main(arguments)
     assert "no BPE; until then: one token per byte" in capsys.readouterr().out
     written = [tmp_path / "out" / f"tiny_shakespeare_{split}.bin" for split in ("val", "train")]
-    assert open_shard(written[0]).num_tokens == 32768
+    assert count_tokens(written[0]) == 32768
     assert "".join(text_of(*written)) == text
     with pytest.raises(UserError, match="no BPE"):  # asked for by name, it is not replaced
         prepare_tinyshakespeare.main([*arguments, "--encoder", "gpt2"])

@@ -7,6 +7,7 @@ and peaks, which differ from run to run: of the first the steps are compared, th
 import ctypes
 import errno
 import fcntl
+import gc
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import sys
 import termios
 import threading
 import time
+import warnings
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +232,17 @@ def test_a_run_resumes_on_both_sides_of_a_shard_s_and_an_epoch_s_end(case, tmp_p
         again = ran(*argv, "-o", resumed, "-y 1 -n 18")
         assert losses(again) == losses(out)[step:]
         assert_same_end(resumed, straight, 18)
+
+
+def test_a_run_and_the_runs_that_go_on_leave_no_file_to_the_garbage_collector(case, tmp_path):
+    """Through the shards, over an epoch's end, and with what another -b left of an epoch; all with an evaluation between steps."""
+    flags = [*inputs(case), SMALL, QUIET, "-v 2 -m 20 -n 8 -o", tmp_path]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ResourceWarning)
+        for more in ("-x 8", "-x 24 -y 1", "-x 32 -y 1 -b 2"):
+            ran(*flags, more)
+        gc.collect()
+    assert not [str(warning.message) for warning in seen if issubclass(warning.category, ResourceWarning)]
 
 
 def test_two_straight_runs_give_the_same_bytes(case, tmp_path):

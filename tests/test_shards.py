@@ -8,7 +8,7 @@ import case_a
 import numpy as np
 import pytest
 
-from llmc.data.shards import find_shards, open_shard, write_shard
+from llmc.data.shards import count_tokens, find_shards, open_shard, write_shard
 from llmc.errors import UserError
 
 CASE_A_SHA256 = {
@@ -35,7 +35,7 @@ def test_written_shards_are_llmc_s_bytes(tmp_path):
     raw = (tmp_path / "a.bin").read_bytes()
     assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, 3] + [0] * 253
     assert raw[1024:] == b"\x07\x00\xff\xff\x00\x00"
-    assert open_shard(tmp_path / "a.bin").read(0, 3).tolist() == [7, 65535, 0]
+    assert count_tokens(tmp_path / "a.bin") == 3 and open_shard(tmp_path / "a.bin").read(0, 3).tolist() == [7, 65535, 0]
 
 
 def test_a_folder_that_does_not_exist_is_a_user_error(tmp_path):
@@ -65,7 +65,7 @@ def test_a_damaged_shard_is_named_with_its_fault(tmp_path, raw, message):
     path = tmp_path / "x.bin"
     path.write_bytes(raw)
     with pytest.raises(UserError, match=message) as caught:
-        open_shard(path)
+        count_tokens(path)
     assert str(path) in str(caught.value)
 
 
@@ -86,7 +86,7 @@ def test_missing_files_name_the_flag_and_what_to_run(tmp_path):
     with pytest.raises(UserError, match=r"-j .*nothing_\*.bin: no such file.*python scripts/prepare_tinyshakespeare.py"):
         find_shards(str(tmp_path / "nothing_*.bin"), "-j")
     with pytest.raises(UserError, match="gone.bin does not exist"):
-        open_shard(tmp_path / "gone.bin")
+        count_tokens(tmp_path / "gone.bin")
 
 
 def test_shards_are_found_sorted_and_a_name_with_brackets_is_a_name(tmp_path):

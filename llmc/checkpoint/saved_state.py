@@ -92,6 +92,11 @@ class SavedState:
             filled += count
         return out
 
+    def close(self) -> None:
+        """Let go of the file that was read last."""
+        if self._numbers is not None:
+            self._numbers.close()
+
     def _find(self, at: int, most: int) -> tuple[int, int, int]:
         """The rank whose file has element `at` of the whole, its place there, and how many elements from it on are consecutive in both."""
         start, end = self._layers[np.searchsorted(self._layers[:, 1], at, side="right")].tolist()
@@ -102,6 +107,7 @@ class SavedState:
     def _read_file(self, name: str, rank: int, at: int, n: int) -> np.ndarray:
         path = state_path(self.folder, self.step, rank)
         if self._numbers is None or self._numbers.path != path:
+            self.close()
             self._numbers = Numbers(path, "<f4", 0)
         return self._numbers.read(tensor_offset(name, self._file_parameters) // 4 + at, n)
 

@@ -94,8 +94,8 @@ def is_first(model) -> bool:
 def load_weights(path, model):
     """Fill the parameters, or this rank's share of them, from a model file of the model's own sizes and precision, and start the
     master from them."""
-    numbers = Numbers(path, "<f4" if model.plan.options.precision == "fp32" else "<i2", HEADER_BYTES)
-    fill(model.flat["parameters"], model.layout_of("parameters"), numbers.read, model.sharing.moved)
+    with Numbers(path, "<f4" if model.plan.options.precision == "fp32" else "<i2", HEADER_BYTES) as numbers:
+        fill(model.flat["parameters"], model.layout_of("parameters"), numbers.read, model.sharing.moved)
     model.copy_weights_to_master()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc.data.order import TokenOrder, token_order
 from llmc.data.remainder import Geometry, pack
-from llmc.data.shards import find_shards, open_shard
+from llmc.data.shards import count_tokens, find_shards
 from llmc.data.walk import LoaderState, Piece, Place, Rest, Walk, check_permutations, state_of
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
@@ -71,10 +71,7 @@ class TokenLoader:
             before = self._coming[-1][0] if self._coming else self._place
             place = self._walk.after(before)
             self._coming.append((place, [self._read(piece) for piece in place.batch]))
-            self._walk.read_ahead(place)
-            read_on = {each.shard for each in (place, self._first, *(last for last, _ in self._again[-1:]))}
-            for shard in {before.shard, *(piece.shard for piece in place.batch)} - read_on:
-                shard.close()  # what is kept may be of more shards than the system lets be open
+            self._arrive(place)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, even at the end of a piece.
@@ -90,6 +87,10 @@ class TokenLoader:
             inputs[filled : filled + n], targets[filled : filled + n] = tokens[:-1], tokens[1:]
             filled += n
         return self._buffer[0], self._buffer[1]
+
+    def close(self) -> None:
+        """Let go of the shards, from which nothing more is read."""
+        self._walk.close()
 
     def token_order(self) -> TokenOrder:
         """Which positions of the inputs just served hold the same token. Best called while the device is already busy."""
@@ -136,7 +137,12 @@ class TokenLoader:
 
     def _go_to(self, place: Place) -> None:
         self._place, self._coming = place, deque()  # _coming: the places after it that were read ahead, and the tokens of their pieces
+        self._arrive(place)
+
+    def _arrive(self, place: Place) -> None:
+        """Read ahead from this place, and let go of shards: what is kept may be of more of them than the system lets be open."""
         self._walk.read_ahead(place)
+        self._walk.keep_open(place, self._first, *(last for last, _ in self._again[-1:]))
 
     def _place_of(self, state: LoaderState) -> Place:
         """The place a state describes. Raises UserError if it does not exist with these shards and this batch shape."""
@@ -148,8 +154,8 @@ class TokenLoader:
             shard_indices = np.asarray(state.shard_indices, dtype=np.int32)
         elif state.current_shard_idx >= len(self.paths):
             self._match("shards", f"at least {state.current_shard_idx + 1}", len(self.paths))
-        shard = self._walk.open(shard_indices[state.current_shard_idx])
-        num_samples = self.geometry.samples_in(shard.num_tokens)
+        number = shard_indices[state.current_shard_idx]
+        shard, num_samples = self._walk.open(number), self.geometry.samples_in(self._walk.sizes[number])
         if shuffled:
             self._match("samples in the current shard", state.shard_num_samples, num_samples)
         elif state.current_sample_idx > num_samples:
@@ -167,7 +173,7 @@ class TokenLoader:
             )
 
     def _checked_size(self, path: str) -> int:
-        num_tokens = open_shard(path).num_tokens
+        num_tokens = count_tokens(path)
         if not self.geometry.samples_in(num_tokens):
             g = self.geometry
             raise UserError(

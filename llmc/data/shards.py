@@ -27,35 +27,28 @@ def write_shard(path, tokens) -> None:
 SET = r"\[([!^]?)(\][^]/]*\]|[^]/]+\])"  # of a glob: what may negate it, and the rest, in which ] may stand only first
 
 
-class Shard(Numbers):
-    """The tokens of a shard, uint16. Not memory-mapped: where a file is cut short or its disk fails, touching a map ends the process
-    by a signal, without a message."""
-
-    def __init__(self, path, num_tokens: int):
-        super().__init__(path, "<u2", HEADER_BYTES)
-        self.num_tokens = num_tokens
-
-    def read(self, at: int, n: int) -> np.ndarray:
-        """Tokens at..at+n, which must lie within the size it had when opened. Raises UserError if the file no longer has them."""
-        assert 0 <= at and at + n <= self.num_tokens
-        return super().read(at, n)
-
-
-def open_shard(path) -> Shard:
-    """Open a shard for reading. Raises UserError unless the file is a shard, and whole."""
+def count_tokens(path) -> int:
+    """How many tokens a shard holds, by its header. Raises UserError unless the file is a shard, and whole."""
     _, version, num_tokens, *_ = read_header(path, SHARD_MAGIC).tolist()
     if version != SHARD_VERSION:
         raise UserError(f"{path} is a token shard of version {version}, expected {SHARD_VERSION}; make it again with scripts/prepare_*.py")
     if num_tokens <= 0:
         raise UserError(f"{path} says it holds {num_tokens} tokens, expected at least one; make it again with scripts/prepare_*.py")
     check_size(path, HEADER_BYTES + 2 * num_tokens, f"a shard of {num_tokens} tokens")
-    return Shard(path, num_tokens)
+    return num_tokens
+
+
+def open_shard(path) -> Numbers:
+    """The tokens of a shard that count_tokens has looked at, uint16. Not memory-mapped: where a file is cut short or its disk fails,
+    touching a map ends the process by a signal, without a message."""
+    return Numbers(path, "<u2", HEADER_BYTES)
 
 
 def first_tokens(path) -> list[int]:
-    """So many tokens of a shard that they tell whether it is of single bytes alone. Raises UserError as open_shard does."""
-    shard = open_shard(path)
-    return shard.read(0, min(TOKENS_TO_TELL, shard.num_tokens)).tolist()
+    """So many tokens of a shard that they tell whether it is of single bytes alone. Raises UserError as count_tokens does."""
+    num_tokens = min(TOKENS_TO_TELL, count_tokens(path))
+    with open_shard(path) as shard:
+        return shard.read(0, num_tokens).tolist()
 
 
 def matches(pattern: str) -> list[str]:
@@ -80,5 +73,5 @@ def find_shards(pattern: str, flag: str) -> list[str]:
 
 
 def inputs_of_shortest(pattern: str, flag: str) -> int:
-    """Number of inputs in the shortest shard: tokens that have a target. Raises UserError as find_shards and open_shard do."""
-    return min(open_shard(path).num_tokens for path in find_shards(pattern, flag)) - 1
+    """Number of inputs in the shortest shard: tokens that have a target. Raises UserError as find_shards and count_tokens do."""
+    return min(count_tokens(path) for path in find_shards(pattern, flag)) - 1

@@ -11,15 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.data.remainder import Geometry, Remainder
-from llmc.data.shards import Shard, open_shard
+from llmc.data.shards import count_tokens, open_shard
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
+from llmc.files import Numbers
 from llmc.rand import MersenneTwister
 
 
 class Piece(NamedTuple):
     """Consecutive inputs in a shard, [start, end); the target of each is the token after it."""
 
-    shard: Shard
+    shard: Numbers
     start: int
     end: int
 
@@ -44,7 +45,7 @@ class Place:
     rng             draws the order of the next shard's samples and of the next epoch's shards; None where nothing is shuffled
     shard_indices   (shards,) int32: the order of the shards in this epoch
     shard_idx       index in shard_indices of the current shard
-    shard           the current shard
+    shard           the tokens of the current shard
     num_samples     number of samples in it
     sample_indices  (num_samples,) int32: their order; None where nothing is shuffled
     sample_idx      index in sample_indices of the next sample: how many of this shard were served
@@ -55,7 +56,7 @@ class Place:
     rng: MersenneTwister | None
     shard_indices: np.ndarray
     shard_idx: int
-    shard: Shard
+    shard: Numbers
     num_samples: int
     sample_indices: np.ndarray | None
     sample_idx: int
@@ -64,7 +65,7 @@ class Place:
 
 
 class Walk:
-    """Goes from place to place, for one rank of a geometry.
+    """Goes from place to place, for one rank of a geometry, and opens shards on the way (`keep_open`, `close`).
 
     A sample is B*T*data_ranks consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
     Raises UserError if a shard cannot be opened, or no longer has the tokens it had.
@@ -74,6 +75,7 @@ class Walk:
         self.paths, self.sizes, self.geometry, self.rank = paths, sizes, geometry, rank
         self._starts = np.cumsum([0, *sizes])  # of the shards on a remainder's axis
         self._rest, self._batch = None, ()  # the rest whose batch was found last, and that batch: it is read ahead, then served
+        self._open: set[Numbers] = set()
 
     def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Place:
         """The start of an epoch. rng shuffles shard_indices: the previous epoch's order of the shards, by default that of their names."""
@@ -103,13 +105,27 @@ class Walk:
         for piece in batch:
             piece.shard.will_need(piece.start, piece.end - piece.start + 1)
 
-    def open(self, number: int) -> Shard:
+    def open(self, number: int) -> Numbers:
         """Open the shard with this number among the paths."""
         path, size = self.paths[number], self.sizes[number]
+        found = count_tokens(path)
+        if found != size:
+            raise UserError(f"{path} held {size} tokens when this run began and holds {found} now; put the old file back")
         shard = open_shard(path)
-        if shard.num_tokens != size:
-            raise UserError(f"{path} held {size} tokens when this run began and holds {shard.num_tokens} now; put the old file back")
+        self._open.add(shard)
         return shard
+
+    def keep_open(self, *places: Place) -> None:
+        """Close the shards that are neither those of these places nor read ahead."""
+        kept = {place.shard for place in places} | {piece.shard for piece in self._batch}
+        for shard in self._open - kept:
+            shard.close()
+        self._open &= kept
+
+    def close(self) -> None:
+        """Let go of all shards, from which nothing more is read."""
+        for shard in self._open:
+            shard.close()
 
     def _next_shard(self, place: Place) -> Place:
         """The start of the next shard or, after the last one, of the next epoch."""
@@ -119,8 +135,8 @@ class Walk:
 
     def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
         """The start of the shard at index shard_idx of the order."""
-        shard = self.open(shard_indices[shard_idx])
-        num_samples, sample_indices = self.geometry.samples_in(shard.num_tokens), None
+        number = shard_indices[shard_idx]
+        shard, num_samples, sample_indices = self.open(number), self.geometry.samples_in(self.sizes[number]), None
         if rng:
             rng, sample_indices = permuted(rng, np.arange(num_samples, dtype=np.int32))
         return Place(rng, shard_indices, shard_idx, shard, num_samples, sample_indices, sample_idx=0)
