@@ -95,8 +95,7 @@ def recorded_launches(channels, forms=FORMS) -> dict:
         key = (kernel.fn.__module__.rpartition(".")[2], kernel.fn.__name__, types, tuple(constants.items()), num_warps)
         found.setdefault(key, (kernel, args, constants, num_warps))
 
-    real, door.launch = door.launch, record
-    try:
+    with door.launched_by(record):
         for form in forms:
             config = replace(SMALL, channels=channels)
             model = GPT2(Plan(PlanOptions(config, 1, 16, kernels="triton", recompute=2, sample_length=4, **form)))
@@ -120,8 +119,6 @@ def recorded_launches(channels, forms=FORMS) -> dict:
                 )
         record_attention(channels)
         record_fp8(channels)
-    finally:
-        door.launch = real
     return found
 
 

@@ -1,6 +1,6 @@
 """Sections of gpu_check.py that only --tune runs: other values of constants and launch options of Triton's kernels."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -191,25 +191,22 @@ def constants(room, wanted: dict):
     partials can be set likewise."""
     from llmc.kernels import door
 
-    launch, partials, saved = door.launch, room.scratch["column_partials"], []
-    try:
+    with ExitStack() as until_end:
         for (module, name), value in wanted.items():
             if name == "column partials":
+                partials = room.scratch["column_partials"]
+                until_end.callback(room.scratch.__setitem__, "column_partials", partials)
                 room.scratch["column_partials"] = torch.zeros(value, partials.shape[1], device=partials.device)
             elif name in LAUNCH_OPTIONS:
-                door.launch = with_option(door.launch, module, name, value)
+                until_end.enter_context(door.launched_by(with_option(door.launch, module, name, value)))
             elif name == LAST_FIRST:
-                door.launch = with_last_first(door.launch, module)
+                until_end.enter_context(door.launched_by(with_last_first(door.launch, module)))
             else:
                 owner = import_module(f"llmc.kernels.{module}")
                 for one, its in zip(name, value) if isinstance(name, tuple) else [(name, value)]:
-                    saved.append((owner, one, getattr(owner, one)))
+                    until_end.callback(setattr, owner, one, getattr(owner, one))
                     setattr(owner, one, its)
         yield
-    finally:
-        door.launch, room.scratch["column_partials"] = launch, partials
-        for owner, name, value in saved:
-            setattr(owner, name, value)
 
 
 def with_last_first(launch, name):

@@ -152,11 +152,8 @@ class _Recorder(TorchDispatchMode):
             finally:
                 self.recording = True
 
-        door.launch = recorded
-        try:
+        with door.launched_by(recorded):
             yield
-        finally:
-            door.launch = launch
 
 
 class _Calls(TorchFunctionMode):

@@ -6,6 +6,8 @@ are correctly rounded, and fp32 becomes bf16 by rounding to nearest even. The in
 an fma, so both are spelled out for it.
 """
 
+from contextlib import contextmanager
+
 import triton
 import triton.language as tl
 from triton import cdiv, jit, next_power_of_2  # noqa: F401
@@ -36,6 +38,17 @@ def stages_of(rows: int, columns: int, of) -> int:
 def launch(kernel, grid, *args, num_warps=8, **constants):
     """Run a kernel on the current stream; `constants` are its constexpr arguments."""
     kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+@contextmanager
+def launched_by(function):
+    """Inside, each launch is a call of this function, with the same arguments."""
+    global launch
+    before, launch = launch, function
+    try:
+        yield
+    finally:
+        launch = before
 
 
 def compile_only(kernel, args, constants, num_warps, capability):
