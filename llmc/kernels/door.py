@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from triton import cdiv, jit, next_power_of_2  # noqa: F401
 
-from llmc.layers import rounding
+from llmc.layers import gelu, rounding
 
 PRIME_Y, (N1, N2, N3, N4, N5) = tl.constexpr(rounding.PRIME_Y), map(tl.constexpr, rounding.NOISE)
+LOG2_E, LN2_HIGH, LN2_LOW, TO_WHOLE = map(tl.constexpr, (gelu.LOG2_E, gelu.LN2_HIGH, gelu.LN2_LOW, gelu.TO_WHOLE))
+E2, E3, E4, E5, E6, E7 = map(tl.constexpr, gelu.EXP)
 ROW_ELEMENTS = 2048  # in a tile of whole rows
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of a tile of parts of rows
 # Loops over tiles of up to STAGED_BYTES have STAGES of them in flight: three inputs then fit into any GPU's shared memory. On an H200,
@@ -145,7 +147,7 @@ def constant(like, value: tl.constexpr):
 def exp(x):
     """exp(x) for x <= 0 by the GPU's own instruction, to about max(2, -x) units of 2^-24. Where it would be subnormal it is zero: tl.exp
     keeps those, for three instructions more."""
-    return tl.exp2(x * 1.4426950408889634)
+    return tl.exp2(x * LOG2_E)
 
 
 @jit
@@ -176,26 +178,23 @@ def rough_reciprocal(x):
 @jit
 def rough_sigmoid_below_zero(x):
     """1 / (1 + exp(-x)) for -87 < x <= 0, as exact as exp, in a third of the instructions of sigmoid_below_zero: for bf16 results."""
-    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))  # exp(-x), without an instruction for the minus
+    return rough_reciprocal(1.0 + tl.exp2(x * -LOG2_E))  # exp(-x), without an instruction for the minus
 
 
 @jit
 def sigmoid_below_zero(x):
-    """1 / (1 + exp(-x)) for -87 < x <= 0: the bits of torch's sigmoid on an x86 CPU, whose exp is SLEEF's expf of 1.0 ulp.
-
-    exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6.
-    """
+    """1 / (1 + exp(-x)) for -87 < x <= 0: the bits of torch's sigmoid on an x86 CPU, see llmc/layers/gelu.py."""
     d = 0.0 - x
-    shifted = d * 1.4426950408889634 + 12582912.0  # 1.5 * 2^23: rounds to a whole number, which is in the lowest bits
-    q = shifted - 12582912.0
-    s = fma(q, constant(x, -0.693145751953125), d)
-    s = fma(q, constant(x, -1.428606765330187045e-06), s)
-    u = constant(x, 0.000198527617612853646278381)
-    u = fma(u, s, constant(x, 0.00139304355252534151077271))
-    u = fma(u, s, constant(x, 0.00833336077630519866943359))
-    u = fma(u, s, constant(x, 0.0416664853692054748535156))
-    u = fma(u, s, constant(x, 0.166666671633720397949219))
-    u = fma(u, s, constant(x, 0.5))
+    shifted = d * LOG2_E + TO_WHOLE
+    q = shifted - TO_WHOLE
+    s = fma(q, constant(x, -LN2_HIGH), d)
+    s = fma(q, constant(x, -LN2_LOW), s)
+    u = constant(x, E7)
+    u = fma(u, s, constant(x, E6))
+    u = fma(u, s, constant(x, E5))
+    u = fma(u, s, constant(x, E4))
+    u = fma(u, s, constant(x, E3))
+    u = fma(u, s, constant(x, E2))
     e = 1.0 + fma(s * s, u, s)
     e = (e.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)  # times 2^q
     return reciprocal(1.0 + e)

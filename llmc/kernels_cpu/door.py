@@ -25,6 +25,7 @@ from numba.core.cgutils import alloca_once, for_range, get_or_insert_function, g
 from numba.extending import intrinsic
 
 from llmc.kernels_cpu.compiler import AMX_FEATURES, helper, jit, processor_features, shared  # noqa: F401
+from llmc.layers import gelu
 from llmc.layers.rounding import NOISE, PRIME_Y
 
 LLVM = llvmlite.binding.llvm_version_info
@@ -413,22 +414,15 @@ def dot(x, x_first, y, y_first, n):
     return total
 
 
-LOG2_E, TO_WHOLE, LN2_HIGH, LN2_LOW = (np.float32(x) for x in (1.4426950408889634, 12582912.0, 0.693145751953125, 1.428606765330187045e-06))
-E2, E3, E4, E5, E6, E7 = (
-    np.float32(x)
-    for x in (0.5, 0.166666671633720397949219, 0.0416664853692054748535156, 0.00833336077630519866943359, 0.00139304355252534151077271,
-              0.000198527617612853646278381)
-)  # fmt: skip
+LOG2_E, LN2_HIGH, LN2_LOW, TO_WHOLE = map(np.float32, (gelu.LOG2_E, gelu.LN2_HIGH, gelu.LN2_LOW, gelu.TO_WHOLE))
+E2, E3, E4, E5, E6, E7 = map(np.float32, gelu.EXP)
 ONE_BITS, S23, LEAST_EXPONENT = np.uint32(0x3F800000), np.uint32(23), np.float32(-87)
 
 
 @helper
 def exp(d):
-    """exp(d) for -87 <= d <= 88, within an ulp: the bits of torch's on an x86 CPU, which is SLEEF's expf of 1.0 ulp. A NaN stays one.
-
-    exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6.
-    """
-    shifted = d * LOG2_E + TO_WHOLE  # 1.5 * 2^23: rounds to a whole number, which is in the lowest bits
+    """exp(d) for -87 <= d <= 88, within an ulp: the bits of torch's on an x86 CPU, see llmc/layers/gelu.py. A NaN stays one."""
+    shifted = d * LOG2_E + TO_WHOLE
     q = shifted - TO_WHOLE
     s = fma(q, -LN2_LOW, fma(q, -LN2_HIGH, d))
     u = fma(fma(fma(fma(fma(E7, s, E6), s, E5), s, E4), s, E3), s, E2)

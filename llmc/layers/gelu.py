@@ -7,7 +7,10 @@ With y = -|x| and c = sigmoid(y (A + B y^2)) no digits cancel on either side of 
 
 y is clamped at -FLATTEST, where c is 1e-29, so that no power of x overflows: below that GELU stays at -1.3e-28, not quite 0.
 
-torch's sigmoid costs a third of its tanh on a CPU, and kernels can match it to the bit.
+torch's sigmoid costs a third of its tanh on a CPU, and kernels can match it to the bit: on an x86 CPU its exp is SLEEF's expf of 1.0 ulp,
+
+    exp(d) = 2^q exp(s): q = round(d / ln 2), s = d - q ln 2 with ln 2 in two parts, and a polynomial of degree 6
+
 Source: Hendrycks and Gimpel 2016; llm.c llmc/gelu.cuh.
 """
 
@@ -20,6 +23,12 @@ from llmc.layers.rows import finish_column_sums, row_pieces, rows_of, widened
 A = 2 * sqrt(2 / pi)
 B = 0.044715 * A
 FLATTEST = 9.0
+LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187045e-06
+TO_WHOLE = 1.5 * 2**23  # added to an fp32 number, it rounds that to a whole one, which is in the lowest bits
+EXP = (  # factors of s^2, s^3, ..., s^7
+    0.5, 0.166666671633720397949219, 0.0416664853692054748535156, 0.00833336077630519866943359, 0.00139304355252534151077271,
+    0.000198527617612853646278381,
+)  # fmt: skip
 HALF = torch.tensor(0.5)  # torch.sub takes no plain number first; a tensor of one number on a CPU goes with any device
 
 
