@@ -12,7 +12,9 @@ from llmc.layers.adamw import BETA1, BETA2, EPSILON, GRADIENT_CLIP
 from llmc.memory.tuning import ROUNDING_BLOCK, UPDATE_COLUMNS
 from llmc.staging import stage_chunks
 
-CHUNK, ELEMENTS = 8192, 1024  # elements of a program, and of its working set
+# elements of a program, several working sets, so that it seldom looks for its tensor and that one's numbers; and of a working set, 8 to a
+# thread: 16 bytes of bf16, a load as wide as there is. gpu_check.py --tune tries others of the second
+CHUNK, ELEMENTS = 8192, 1024
 ALIGNMENT = 16  # elements: if every tensor and layer starts at a multiple of it, loads are as wide as they can be
 # where the fp32 master is: the weights themselves, a copy, the bits that they lack, nowhere
 WEIGHTS, COPY, BITS, NONE = (tl.constexpr(x) for x in range(4))

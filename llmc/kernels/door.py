@@ -17,7 +17,7 @@ from llmc.layers import gelu, rounding
 PRIME_Y, (N1, N2, N3, N4, N5) = tl.constexpr(rounding.PRIME_Y), map(tl.constexpr, rounding.NOISE)
 LOG2_E, LN2_HIGH, LN2_LOW, TO_WHOLE = map(tl.constexpr, (gelu.LOG2_E, gelu.LN2_HIGH, gelu.LN2_LOW, gelu.TO_WHOLE))
 E2, E3, E4, E5, E6, E7 = map(tl.constexpr, gelu.EXP)
-ROW_ELEMENTS = 2048  # in a tile of whole rows
+ROW_ELEMENTS = 2048  # in a tile of whole rows; 4096 before gpu_check.py --tune had tried others on an H200
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of a tile of parts of rows
 # Loops over tiles of up to STAGED_BYTES have STAGES of them in flight: three inputs then fit into any GPU's shared memory. On an H200,
 # d12 -b 64, layernorm's backward takes 0.152 ms without and 0.132 ms with it, GELU's 0.37 and 0.32

@@ -8,8 +8,8 @@ from llmc.kernels.door import INTERPRETED, cdiv, constant, jit, load, tile, tl, 
 from llmc.layers.matmul_fp8 import LARGEST, SMALLEST_TOP
 from llmc.layers.rows import rows_of
 
-ELEMENTS = 4096
-ROWS, COLUMNS = 128, 128
+ELEMENTS = 4096  # of a turn of a program, 16 to a thread: 32 bytes of bf16. gpu_check.py --tune tries others of all three
+ROWS, COLUMNS = 128, 128  # of a tile: written in either layout, its lines are 128 bytes, a whole cache line of a GPU
 LARGEST, SMALLEST_TOP = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_TOP)
 
 

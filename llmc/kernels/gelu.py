@@ -15,7 +15,7 @@ from llmc.layers.gelu import FLATTEST, A, B
 from llmc.layers.rows import rows_of
 
 A, B, THREE_B, FLATTEST = (tl.constexpr(x) for x in (A, B, 3 * B, FLATTEST))
-ELEMENTS = 4096
+ELEMENTS = 4096  # of a program, 16 to a thread: 32 bytes of bf16. gpu_check.py --tune tries others
 
 
 @jit

@@ -3,7 +3,7 @@
 from llmc.kernels import door
 from llmc.kernels.door import cdiv, jit, load, tl
 
-ELEMENTS = 2048
+ELEMENTS = 2048  # of a turn of a program, 8 to a thread: 16 bytes of bf16, a load as wide as there is. gpu_check.py --tune tries others
 
 
 @jit

@@ -25,7 +25,7 @@ from llmc.kernels_cpu.tiles import (
 from llmc.memory.tuning import ATTENTION_BLOCK as BLOCK
 
 LOWEST, LN2 = np.float32(-np.inf), np.float32(np.log(2))
-AT_ONCE = 4  # keys whose scores are compared with each other first, and then with the highest so far
+AT_ONCE = 4  # keys whose scores are compared in pairs first, so that the highest so far is read and written once for all of them
 
 # scratch, each an array (workers, buffers, elements of a buffer): see NUMBA_ATTENTION in llmc/memory/rooms.py for sizes
 Rooms = namedtuple(

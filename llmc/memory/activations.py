@@ -102,7 +102,7 @@ def _head_rows(o: PlanOptions):
 def _working_rows(o: PlanOptions):
     """Scratch of the layers."""
     backward, encoder = ("lnf_backward", "encoder_backward"), ("encoder_backward", "encoder_backward")
-    if widens(o):
+    if widens(o):  # Rw rows of both factors of fc's weight gradient, the largest: C and 4C wide
         yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.matmul == "widened" else backward
     if o.matmul == "numba":
         yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL + TILE_ROWS} Nf", "factor", STEP

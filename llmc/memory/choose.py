@@ -139,6 +139,7 @@ def most_that_fit(options: PlanOptions, budget_bytes: int) -> int:
         if not further:
             break
         low = reached_from(further)
+        # eight at least, as greedy placement may do better for no reason that _overtaken sees; dq has one copy from processors / heads on
         tried = {*range(low + 1, max(low + 9, options.processors // heads + 2)), *_overtaken(planned(low), planned(low + 1))}
         further = max(filter(fits, tried | {max(whole_step, low + 1)}), default=0)
     return low
