@@ -11,7 +11,7 @@ import numpy as np
 from llmc.checkpoint.snapshot import await_all, begin_snapshot
 from llmc.checkpoint.state_file import read_facts, tensor_names, tensor_offset
 from llmc.checkpoint.store import mark_done
-from llmc.checkpoint.writer import WriteAtOnce
+from llmc.checkpoint.writer import Writer
 from llmc.config import ModelConfig
 from llmc.data.resume import Continued
 from llmc.data.walk import LoaderState
@@ -104,7 +104,7 @@ def read_state(path, num_parameters):
 
 def save_snapshot(folder, step, model, loader, extra):
     """Write model, state and extra files of `step`, then DONE, at once. Arguments and errors are begin_snapshot's."""
-    writer = WriteAtOnce()
+    writer = Writer()
     begin_snapshot(writer, folder, step, model, loader, extra)
     await_all(writer, model.sharing)
     mark_done(folder, writer.take())

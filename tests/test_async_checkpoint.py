@@ -35,7 +35,7 @@ from llmc.backend import Backend
 from llmc.cards import Budget
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot
-from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
+from llmc.checkpoint.writer import Writer
 from llmc.config import config_from_descriptor
 from llmc.errors import UserError
 from llmc.files import write_atomically
@@ -191,7 +191,7 @@ def test_one_that_is_written_counts_two_steps_later_and_not_only_with_the_next(c
 def test_a_checkpoint_waits_for_the_one_before_and_says_so_once(case, tmp_path):
     """Due every step on a disk that needs longer: one at a time, each complete before the next begins; the note is printed once."""
     argv = [*inputs(case), SMALL, "-x 5 -n 1 -nk 1", QUIET, "-o"]
-    real, newest = WriteBeside._write, [0]
+    real, newest = Writer._write, [0]
 
     def slow(self, copied):
         threading.Event().wait(0.3)
@@ -204,7 +204,7 @@ def test_a_checkpoint_waits_for_the_one_before_and_says_so_once(case, tmp_path):
         for step in steps:
             files_of(tmp_path / "beside", step)
 
-    with patch.object(WriteBeside, "_write", slow):
+    with patch.object(Writer, "_write", slow):
         out = ran(*argv, tmp_path / "beside", ASYNC, after_step=after_step)
     ran(*argv, tmp_path / "waits")
     assert lasting(tmp_path / "beside") == lasting(tmp_path / "waits") and newest[0] >= 3
@@ -364,7 +364,7 @@ def rank_1_fails_while_both_write():
         return real(run, clock, step)
 
     real, train_gpt2.launch_step = train_gpt2.launch_step, launch_step
-    WriteBeside._write = lambda self, copied: time.sleep(1000)
+    Writer._write = lambda self, copied: time.sleep(1000)
 
 
 def test_a_rank_that_fails_tells_the_others_before_its_checkpoint_is_written(case, tmp_path):
@@ -393,7 +393,7 @@ FORMS = [
 def test_what_may_take_long_says_with_every_piece_that_it_goes_on(tmp_path, monkeypatch, flags, thread):
     """Drawing weights, writing files in whichever thread, and reading them: else the watch would take it for a hang."""
     said, plan = [], Plan(replace(FORMS[0], **flags))
-    model, writer = GPT2(plan), WriteBeside(plan) if flags else WriteAtOnce()
+    model, writer = GPT2(plan), Writer(plan if flags else None)
     monkeypatch.setattr("llmc.checkpoint.snapshot.PIECE_BYTES", 1 << 16)
     monkeypatch.setattr("llmc.checkpoint.writer.PIECE_BYTES", 1 << 16)
     model.sharing.moved = lambda: said.append(threading.current_thread().name)
@@ -521,7 +521,7 @@ def test_a_run_with_checkpoints_beside_it_stays_within_5_percent_of_its_plan(tmp
 def test_a_copy_of_another_size_than_planned_is_a_mistake_of_the_program(tmp_path):
     """More or less: neither is written."""
     plan = Plan(PlanOptions(CONFIG, 1, 8, async_checkpoint=True))
-    writer, written = WriteBeside(plan), []
+    writer, written = Writer(plan), []
     for n in (plan.checkpoint_bytes - 1, plan.checkpoint_bytes + 1):
         with pytest.raises((AssertionError, RuntimeError)):
             writer.begin(1, [(written.append, [torch.zeros(n, dtype=torch.uint8)])])
@@ -534,7 +534,7 @@ def test_on_a_card_the_copy_is_of_the_moment_it_is_taken(o, tmp_path):
     """The weights and the state are overwritten right after; what is written are those before."""
     o = replace(o, device="cuda", async_checkpoint=True)
     plan = Plan(o)
-    model, writer = GPT2(plan, "cuda"), WriteBeside(plan)
+    model, writer = GPT2(plan, "cuda"), Writer(plan)
     for flat in model.flat.values():
         flat.view(torch.uint8).random_(0, 60)
     (tmp_path / "now").mkdir()

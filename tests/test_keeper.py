@@ -280,7 +280,7 @@ def test_one_written_beside_is_disowned_before_it_counts(keep, tmp_path):
 
 
 def test_the_next_waits_for_one_that_is_still_being_written_and_says_so_once(keep, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(keeper.WriteBeside, "busy", True)
+    monkeypatch.setattr(keeper.Writer, "busy", True)
     checkpoints = keep("-n 2 --async-checkpoint 1")
     for step in (2, 4, 6):
         write(checkpoints, step)

@@ -26,7 +26,7 @@ import train_gpt2
 from llmc.backend import Backend
 from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.store import held_folder
-from llmc.checkpoint.writer import WriteBeside
+from llmc.checkpoint.writer import Writer
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
 from llmc.data.tokenizer import Tokenizer
@@ -428,7 +428,7 @@ def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case
 
 def slow_down_writing(monkeypatch):
     """A checkpoint that is written beside training takes more than a step."""
-    monkeypatch.setattr(WriteBeside, "_write", lambda *args, write=WriteBeside._write: (time.sleep(0.3), write(*args)))
+    monkeypatch.setattr(Writer, "_write", lambda *args, write=Writer._write: (time.sleep(0.3), write(*args)))
 
 
 @pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, is_first
 from llmc.checkpoint.store import delete, done_path, files_of, highest_step, mark_done, step_to_delete, steps_done, unmark
-from llmc.checkpoint.writer import WriteAtOnce, WriteBeside
+from llmc.checkpoint.writer import Writer
 from llmc.errors import UserError
 from llmc.flags import Settings
 
@@ -30,7 +30,7 @@ class Checkpoints:
         """record is told of each checkpoint that counts. With --async-checkpoint this allocates the copy that the plan has."""
         self._settings, self._model, self._record, self._resumed = s, model, record, resume_step
         self._beside = model.plan.options.async_checkpoint
-        self._writer = WriteBeside(model.plan) if self._beside else WriteAtOnce()
+        self._writer = Writer(model.plan if self._beside else None)
         self._has_waited, self._proven_step = False, -1
         self.newest = self.unproven = resume_step  # a crash may have come before the older one was deleted: it is proven anew
 

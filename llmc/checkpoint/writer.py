@@ -1,6 +1,6 @@
 """Two ways to write a checkpoint: while the run waits, or beside it from a copy.
 
-Either writer is given parts, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of their meaning.
+A writer is given parts, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of their meaning.
 Only one checkpoint is on its way at a time. What happens once every rank has written is not a writer's business.
 """
 
@@ -13,23 +13,58 @@ from llmc.memory.arena import allocate_host
 PIECE_BYTES = 1 << 20  # copied from a device, to it, or given to a file, at a time
 
 
-class WriteAtOnce:
-    """Writes what it is given before begin() returns.
+class Writer:
+    """Writes what it is given before begin() returns. Made with a plan, it copies that into host memory, which it allocates once, as planned,
+    and a thread writes the copy while training goes on.
 
     step     step of the checkpoint that is on its way: begun, and neither taken nor abandoned; None if there is none
     begun    how many checkpoints were begun
     written  how many of them this rank has wholly written
+    The thread does nothing but write files. What goes wrong there is raised by check() or wait().
     """
 
-    def __init__(self):
+    def __init__(self, plan=None):
         self.step, self.begun, self.written = None, 0, 0
+        self._copy = self._thread = self._error = None
+        if plan is not None:
+            self._on_gpu = plan.options.device == "cuda"
+            self._copy = allocate_host(plan.checkpoint_bytes, self, pinned=self._on_gpu)
 
     def begin(self, step, parts):
-        """Write the checkpoint of `step`. Raises UserError where the disk is full or denies the write."""
+        """Write the checkpoint of `step`, or copy it and begin to write. Raises UserError where the disk is full or denies the write."""
         assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
+        if self._copy is None:
+            for write, tensors in parts:
+                write(piece.cpu().numpy() for piece in tensors)
+            self.written += 1
+        else:
+            copied = self._copied(parts)
+            thread = Thread(target=self._write, args=(copied,), name="checkpoint")  # not a daemon: Python waits for it before it ends
+            thread.start()
+            self._thread = thread
+        self.step, self.begun = step, self.begun + 1
+
+    def _copied(self, parts) -> list:
+        """(write, copy of its tensors) for each part."""
+        filled, copied = 0, []
         for write, tensors in parts:
-            write(piece.cpu().numpy() for piece in tensors)
-        self.step, self.begun, self.written = step, self.begun + 1, self.written + 1
+            start = filled
+            for piece in tensors:
+                self._copy[filled : filled + len(piece)].copy_(piece, non_blocking=True)
+                filled += len(piece)
+            copied.append((write, self._copy[start:filled].numpy()))
+        assert filled == len(self._copy), f"{len(self._copy)} bytes are planned and {filled} were copied"
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _write(self, copied):
+        try:
+            for write, copy in copied:
+                write(copy[at : at + PIECE_BYTES] for at in range(0, len(copy), PIECE_BYTES))
+            self.written += 1
+        except BaseException as error:  # handed to the main thread, which can end the run
+            self._error = error
 
     def take(self) -> int:
         """The step of the checkpoint on its way, which all ranks have written: it is on its way no longer."""
@@ -43,63 +78,17 @@ class WriteAtOnce:
     @property
     def busy(self) -> bool:
         """Whether something is being written now."""
-        return False
-
-    def check(self):
-        """Raise what went wrong since the last check()."""
-
-    def wait(self):
-        """Wait until this rank has written what was begun, and raise what went wrong with it."""
-
-
-class WriteBeside(WriteAtOnce):
-    """Copies what it is given into host memory, which it allocates once, as planned; a thread writes that copy while training goes on.
-
-    The thread does nothing but write files. What goes wrong there is raised by check() or wait().
-    """
-
-    def __init__(self, plan):
-        super().__init__()
-        self._on_gpu = plan.options.device == "cuda"
-        self._copy = allocate_host(plan.checkpoint_bytes, self, pinned=self._on_gpu)
-        self._thread, self._error = None, None
-
-    def begin(self, step, parts):
-        """Copy the checkpoint of `step` and begin to write it."""
-        assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
-        filled, copied = 0, []
-        for write, tensors in parts:
-            start = filled
-            for piece in tensors:
-                self._copy[filled : filled + len(piece)].copy_(piece, non_blocking=True)
-                filled += len(piece)
-            copied.append((write, self._copy[start:filled].numpy()))
-        assert filled == len(self._copy), f"{len(self._copy)} bytes are planned and {filled} were copied"
-        if self._on_gpu:
-            torch.cuda.current_stream().synchronize()
-        thread = Thread(target=self._write, args=(copied,), name="checkpoint")  # not a daemon: Python waits for it before it ends
-        thread.start()
-        self._thread, self.step, self.begun = thread, step, self.begun + 1
-
-    def _write(self, copied):
-        try:
-            for write, copy in copied:
-                write(copy[at : at + PIECE_BYTES] for at in range(0, len(copy), PIECE_BYTES))
-            self.written += 1
-        except BaseException as error:  # handed to the main thread, which can end the run
-            self._error = error
-
-    @property
-    def busy(self):
         return self._thread is not None and self._thread.is_alive()
 
     def check(self):
+        """Raise what went wrong since the last check()."""
         error, self._error = self._error, None
         if error is not None:
             self.abandon()
             raise error
 
     def wait(self):
+        """Wait until this rank has written what was begun, and raise what went wrong with it."""
         if self._thread is not None:
             self._thread.join()
         self.check()
