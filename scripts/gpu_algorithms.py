@@ -22,8 +22,11 @@ EPILOGUE_BIAS = 4  # cublasLt.h
 NO_ALGORITHM = "cuBLASLt has no algorithm for it within the workspace"
 
 
-class Algorithms(CublasLt):
+class Algorithms:
     """A matmul by each of the algorithms that the library proposes."""
+
+    def __init__(self, workspace):
+        self._library = CublasLt(workspace)
 
     def calls(self, out, left, right, bias=None, added=None) -> list:
         """Functions that compute out (M, N) = left (M, K) @ right (K, N) + bias (N,) + added (M, N), the library's first choice first.
@@ -35,10 +38,10 @@ class Algorithms(CublasLt):
         values = {"TRANSA": trans_a, "TRANSB": trans_b}
         if bias is not None:
             values |= {"EPILOGUE": EPILOGUE_BIAS, "BIAS_POINTER": bias.data_ptr()}
-        desc = self._desc(out.dtype, **values)
-        layouts = [self._layout(t.dtype, *reversed(t.shape)) for t in (a, b, out)]
-        found = self._find(desc, *layouts, (256, 256, 256), WANTED)
-        return [partial(self._launch, ChosenMatmul(desc, *layouts, result), a, b, out, added) for result in found]
+        desc = self._library.desc(out.dtype, **values)
+        layouts = [self._library.layout(t.dtype, *reversed(t.shape)) for t in (a, b, out)]
+        found = self._library.find(desc, *layouts, (256, 256, 256), WANTED)
+        return [partial(self._library.launch, ChosenMatmul(desc, *layouts, result), a, b, out, added) for result in found]
 
 
 def _as_it_lies(matrix):

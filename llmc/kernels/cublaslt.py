@@ -120,22 +120,26 @@ class CublasLt:
         if why_not:
             raise RuntimeError(why_not)
         self._library = _library()
-        self._workspace, self._tf32 = workspace, tf32
+        self.workspace, self.version, self._tf32 = workspace, self._library.cublasLtGetVersion(), tf32
         self._handle = self._create("cublasLtCreate")
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
-    def _desc(self, dtype, **values):
+    def desc(self, dtype, **values):
         """The descriptor of a matmul of that type, with these of DESC's attributes."""
         fast = self._tf32 and dtype == torch.float32
         desc = self._create("cublasLtMatmulDescCreate", COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F, DATA_TYPES[torch.float32])
-        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
+        self.set(desc, values)
         return desc
 
-    def _find(self, desc, a, b, d, alignments, wanted) -> list[HeuristicResult]:
+    def set(self, desc, values):
+        """Give a descriptor these values of DESC's attributes."""
+        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
+
+    def find(self, desc, a, b, d, alignments, wanted) -> list[HeuristicResult]:
         """Algorithms that fit the workspace, for matrices of these layouts and alignments: what the library thinks fastest first."""
         align_a, align_b, align_d = alignments
         wishes = {
-            "MAX_WORKSPACE_BYTES": self._workspace.numel(),
+            "MAX_WORKSPACE_BYTES": self.workspace.numel(),
             # unsplit, or split with partial sums in fp32: as allow_bf16_reduced_precision_reduction = False asks of torch's matmuls
             "REDUCTION_SCHEME_MASK": REDUCTION_SCHEME_COMPUTE_TYPE,
             "MIN_ALIGNMENT_A_BYTES": align_a,
@@ -152,17 +156,17 @@ class CublasLt:
             self._call("cublasLtMatmulPreferenceDestroy", preference)
         return [] if status else [result for result in results[: found.value] if result.state == 0]
 
-    def _layout(self, dtype, rows, columns):
+    def layout(self, dtype, rows, columns):
         """The layout of a column-major matrix without gaps."""
         return self._create("cublasLtMatrixLayoutCreate", DATA_TYPES[dtype], rows, columns, rows)
 
-    def _launch(self, plan, a, b, d, c=None):
+    def launch(self, plan, a, b, d, c=None):
         """d = op(a) op(b), as the plan's descriptor says, plus c, which has the layout of d."""
         factor, c = (self._zero, d) if c is None else (self._one, c)  # with a factor of 0 c is not read
         self._call(
             "cublasLtMatmul", self._handle, plan.desc, byref(self._one), a.data_ptr(), plan.a, b.data_ptr(), plan.b,
             byref(factor), c.data_ptr(), plan.d, d.data_ptr(), plan.d,
-            byref(plan.result), self._workspace.data_ptr(), self._workspace.numel(), _stream(d.device),
+            byref(plan.result), self.workspace.data_ptr(), self.workspace.numel(), _stream(d.device),
         )  # fmt: skip
 
     def _create(self, function, *arguments):
@@ -183,7 +187,7 @@ class CublasLt:
         return status
 
 
-class MatmulGelu(CublasLt):
+class MatmulGelu:
     """The two fused matmuls, with their descriptors and chosen algorithms; its arguments are CublasLt's.
 
     The first call with a shape, type and alignment asks the library for its best algorithm. Every later one sets two pointers and
@@ -191,8 +195,7 @@ class MatmulGelu(CublasLt):
     """
 
     def __init__(self, workspace, *, tf32: bool = False):
-        super().__init__(workspace, tf32=tf32)
-        self._plans = {}
+        self._library, self._plans = CublasLt(workspace, tf32=tf32), {}
 
     def forward(self, gelu_out, pre, inp, weight, bias):
         """pre = inp @ weight.T + bias; gelu_out = GELU(pre), tanh approximation.
@@ -233,8 +236,8 @@ class MatmulGelu(CublasLt):
             raise ValueError(f"weight is {dtype}; expected torch.float32 or torch.bfloat16")
         for name, tensor in tensors.items():
             _check(name, tensor, dtype=dtype, shape=wanted[name], alignment=POINTER_ALIGNMENT)
-            if tensor.device != self._workspace.device:
-                raise ValueError(f"{name} is on {tensor.device}; expected {self._workspace.device}, where the workspace is")
+            if tensor.device != self._library.workspace.device:
+                raise ValueError(f"{name} is on {tensor.device}; expected {self._library.workspace.device}, where the workspace is")
         if tensors["pre"].shape[-1] % AUX_COLUMNS_MULTIPLE:
             raise ValueError(f"pre has {tensors['pre'].shape[-1]} columns; expected a multiple of {AUX_COLUMNS_MULTIPLE}")
 
@@ -245,25 +248,25 @@ class MatmulGelu(CublasLt):
         key = (epilogue, m, n, k, dtype, alignments)
         plan = self._plans.get(key)
         if plan is None:
-            desc = self._desc(dtype, TRANSA=trans_a, TRANSB=OP_N, EPILOGUE=epilogue, EPILOGUE_AUX_LD=m)
+            desc = self._library.desc(dtype, TRANSA=trans_a, TRANSB=OP_N, EPILOGUE=epilogue, EPILOGUE_AUX_LD=m)
             self._set_pointers(desc, aux, bias)
             plan = self._plans[key] = self._plan(desc, trans_a, m, n, k, dtype, alignments[:3])
         self._set_pointers(plan.desc, aux, bias)
-        self._launch(plan, a, b, d)
+        self._library.launch(plan, a, b, d)
 
     def _set_pointers(self, desc, aux, bias):
         values = {"EPILOGUE_AUX_POINTER": aux.data_ptr()} | ({} if bias is None else {"BIAS_POINTER": bias.data_ptr()})
-        self._set("cublasLtMatmulDescSetAttribute", desc, DESC, values)
+        self._library.set(desc, values)
 
     def _plan(self, desc, trans_a, m, n, k, dtype, alignments):
         """The descriptor with layouts, and the algorithm that the library thinks fastest within the workspace."""
         shapes = ((k, m) if trans_a == OP_T else (m, k), (k, n), (m, n))
-        layouts = [self._layout(dtype, *shape) for shape in shapes]
-        found = self._find(desc, *layouts, alignments, 1)
+        layouts = [self._library.layout(dtype, *shape) for shape in shapes]
+        found = self._library.find(desc, *layouts, alignments, 1)
         if not found:
             raise NoAlgorithm(
-                f"cuBLASLt {self._library.cublasLtGetVersion()} has no algorithm on this card for a matmul with GELU in it, "
-                f"m {m}, n {n}, k {k}, {dtype}, within a workspace of {self._workspace.numel()} bytes; use -ge 0"
+                f"cuBLASLt {self._library.version} has no algorithm on this card for a matmul with GELU in it, "
+                f"m {m}, n {n}, k {k}, {dtype}, within a workspace of {self._library.workspace.numel()} bytes; use -ge 0"
             )
         return ChosenMatmul(desc, *layouts, found[0])
 
