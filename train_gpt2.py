@@ -48,8 +48,8 @@ from llmc.distributed import (
 )  # fmt: skip
 from llmc.distributed.place import find_place
 from llmc.errors import (
-    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, Interrupted, NotEnoughMemory, RankLost, UserError, code_of_os_error,
-    end_with, fill_closed_streams, interrupt_code, is_out_of_memory, leave, tell_lost_output,
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, Interrupted, NotEnoughMemory, RankLost, UserError, end_with,
+    fill_closed_streams, is_out_of_memory, leave, tell, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, check_contradictions, format_help, parse
@@ -111,19 +111,15 @@ def main(argv=None) -> int:
                 code = INTERRUPT_CODE
         print(end="", flush=True)  # here, where a failure is ours to name
         return code
-    except UserError as error:
-        return end_with(f"error: {error}", INPUT_CODE)
+    except (UserError, KeyboardInterrupt, OSError) as error:
+        return tell(error, on_interrupt="interrupted before the first step; no checkpoint has changed")
     except NotEnoughMemory as error:
         return end_with(f"error: {error}\n\n{not_enough_memory(error)}", MEMORY_CODE)
     except RankLost as error:
         return end_with("" if error.said_elsewhere else f"error: {error}", error.code)
-    except KeyboardInterrupt as error:
-        return end_with("interrupted before the first step; no checkpoint has changed", interrupt_code(error))
     except ModuleNotFoundError as error:
         advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
         return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", INPUT_CODE)
-    except OSError as error:
-        return code_of_os_error(error)
 
 
 # ----------------------------------------------------------------------------

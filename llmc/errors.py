@@ -111,9 +111,13 @@ def unusable_path(error: BaseException) -> str:
     return f"{error.filename}: {error.strerror}; check the path, its permissions and the room there"
 
 
-def code_of_os_error(error: OSError) -> int:
-    """Print a sentence and return the exit code, for a path that cannot be used or a print that failed; no sentence if only the output's
-    reader is gone. Raises `error` again if it is neither."""
+def tell(error: UserError | KeyboardInterrupt | OSError, on_interrupt: str) -> int:
+    """Print a sentence on what ended a program, for Ctrl-C `on_interrupt`, and return the exit code. An OSError is a path that cannot be
+    used or a print that failed, with no sentence if only the output's reader is gone; one that is neither is raised again."""
+    if isinstance(error, UserError):
+        return end_with(f"error: {error}", INPUT_CODE)
+    if isinstance(error, KeyboardInterrupt):
+        return end_with(on_interrupt, interrupt_code(error))
     if sentence := unusable_path(error):
         return end_with(f"error: {sentence}", INPUT_CODE)
     if error.filename or error.errno not in LOST_OUTPUT or _can_print():
@@ -163,12 +167,8 @@ def run_script(main, on_interrupt: str = "interrupted") -> None:
         except SystemExit as end:  # argparse's, such as after --help
             code = end.code
         print(end="", flush=True)
-    except UserError as error:
-        code = end_with(f"error: {error}", INPUT_CODE)
-    except KeyboardInterrupt:
-        code = end_with(on_interrupt, INTERRUPT_CODE)
-    except OSError as error:
-        code = code_of_os_error(error)
+    except (UserError, KeyboardInterrupt, OSError) as error:
+        code = tell(error, on_interrupt)
     leave(code)
 
 
