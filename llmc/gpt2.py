@@ -203,11 +203,6 @@ class GPT2:
     # ------------------------------------------------------------------------
     # forward
 
-    def forward(self, inputs):
-        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm."""
-        copy_in(self.acts["inputs"], inputs)
-        self._forward()
-
     def _forward(self, for_backward=True):
         """Residuals that the plan moves to host memory go there only if a backward pass follows. The calls of need() and gathered(), here
         and in _backward, are repeated on paper by llmc/memory/traffic.py."""
@@ -318,10 +313,6 @@ class GPT2:
         for chunk in self._head_chunks():
             self._classify(chunk, None)
 
-    def loss_of(self, inputs, targets) -> float:
-        """Mean loss of one batch."""
-        return self.token_losses(inputs, targets).mean().item()
-
     # ------------------------------------------------------------------------
     # backward
 
@@ -339,11 +330,6 @@ class GPT2:
             self._backward(grad_accum_steps, micro_step, staged)
 
         self.run(f"micro-step of {grad_accum_steps}, {'adding' if micro_step else 'writing'}", forward_and_backward)
-
-    def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
-        """The second half of train, to be called after forward."""
-        staged = self._stage_backward(targets, order or token_order(self.acts["inputs"].cpu()))
-        self._backward(grad_accum_steps, micro_step, staged)
 
     def _stage_backward(self, targets, order):
         """Copy in what backward needs to know of this batch. Returns what launch_encoder_backward takes as `staged`."""
@@ -414,10 +400,6 @@ class GPT2:
         """The memory of a chunk's bf16 logits, which are no longer needed, as flat fp32 scratch that is small enough for a cache."""
         logits = self.acts["logits"].view(-1)
         return logits[: len(logits) // 2 * 2].view(torch.float32)[: self.tuning.row_elements]
-
-    def mean_loss(self, grad_accum_steps=1) -> float:
-        """Mean training loss of this rank over the micro-steps since micro-step 0."""
-        return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
 
     def tokens(self, grad_accum_steps) -> int:
         """Tokens of a step, over all ranks."""
@@ -583,6 +565,27 @@ class GPT2:
         logits = a["logits"][:1]
         multiply(logits, ln, p["wte"])
         return self.parts.whole_row(logits)[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
+
+    # ------------------------------------------------------------------------
+    # train by halves, and mean losses of this rank alone: for scripts and tests, the trainer needs neither
+
+    def forward(self, inputs):
+        """Run inputs (B, T) int64 (numpy or torch) through all blocks and the last layernorm."""
+        copy_in(self.acts["inputs"], inputs)
+        self._forward()
+
+    def backward(self, targets, grad_accum_steps=1, micro_step=0, order=None):
+        """The second half of train, to be called after forward."""
+        staged = self._stage_backward(targets, order or token_order(self.acts["inputs"].cpu()))
+        self._backward(grad_accum_steps, micro_step, staged)
+
+    def mean_loss(self, grad_accum_steps=1) -> float:
+        """Mean training loss of this rank over the micro-steps since micro-step 0."""
+        return self.acts["losses"].sum().item() / (self.B * self.T * grad_accum_steps)
+
+    def loss_of(self, inputs, targets) -> float:
+        """Mean loss of one batch."""
+        return self.token_losses(inputs, targets).mean().item()
 
 
 def tensor_states(layout, seeds: XorShift, last_seeds: XorShift | None = None) -> list[TensorState]:

@@ -103,10 +103,9 @@ def recorded_launches(channels, forms=FORMS) -> dict:
                 setattr(model.ops, name, lambda *_, **__: None)
             tokens = np.zeros((1, 16), np.int64)
             for micro_step in range(2):
-                model.forward(tokens)
-                model.backward(tokens, 2, micro_step)
+                model.train(tokens, tokens, 2, micro_step)
             model.update(1e-4, 0.1, 1, model.grad_norm())
-            model.loss_of(tokens, tokens)
+            model.token_losses(tokens, tokens)
             block, acts, scratch = model.blocks[0], model.acts, model.scratch
             model.ops.gelu_backward_inplace(acts["dfch"], block.dfcb, block.fch, scratch, accumulate=False)  # as -r 0 does
             model.ops.matmul_dbias(block.dfcb, acts["dfch"], scratch, accumulate=False)  # as -ge 2 does
