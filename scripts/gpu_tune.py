@@ -4,7 +4,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
 
 import torch
 
@@ -136,7 +135,6 @@ STEP_SWEEP = (
     ("backward by whole heads", MORE_LARGE_HEADS), ("backward by small whole heads", MORE_SMALL_HEADS),
     ("more programs of attention", MORE_KEYS | MORE_QUERIES | MORE_FORWARD),
 )  # fmt: skip
-NO_SCRATCH = {"column_partials": None}
 
 
 def tune_steps(run, record):
@@ -157,13 +155,13 @@ def tune_steps(run, record):
 
 def changed_step(run, change, forms) -> dict:
     """The times and the losses of a step with these changes, or these options, and of the step as it is."""
-    s, room = run.sizes, SimpleNamespace(scratch=dict(NO_SCRATCH))
+    s = run.sizes
     as_it_is, _ = our_step(run, s.config, s.B, s.T)
-    with constants(room, change):  # what a model runs is chosen when it is made
+    with constants(None, change):  # what a model runs is chosen when it is made
         changed, _ = our_step(run, s.config, s.B, s.T, **forms)
 
     def step():
-        with constants(room, change):  # how it is launched, each time, or when it is captured
+        with constants(None, change):  # how it is launched, each time, or when it is captured
             return changed()
 
     from scripts.gpu_heads import forget_room  # here, as above
@@ -187,8 +185,8 @@ def with_option(launch, owner, name, value):
 
 @contextmanager
 def constants(room, wanted: dict):
-    """Set {(module of llmc.kernels, constant or several): value or values} for a while; options of launches and the number of column
-    partials can be set likewise."""
+    """Set {(module of llmc.kernels, constant or several): value or values} for a while; options of launches, and the number of column
+    partials in a room, can be set likewise."""
     from llmc.kernels import door
 
     with ExitStack() as until_end:

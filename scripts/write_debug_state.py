@@ -44,8 +44,7 @@ def first_batch(path, B: int, T: int, config: ModelConfig) -> tuple[np.ndarray, 
     num_tokens = count_tokens(path)
     if num_tokens < B * T + 1:
         raise UserError(
-            f"{path} has {num_tokens} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b "
-            "or -t"
+            f"{path} has {num_tokens} tokens; expected at least B * T + 1 = {B * T + 1}, so choose another shard or a smaller -b or -t"
         )
     with open_shard(path) as shard:
         tokens = shard.read(0, B * T + 1).astype(np.int64)

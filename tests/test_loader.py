@@ -14,9 +14,10 @@ from case_a import restore
 
 from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder
-from llmc.data.shards import Shard, write_shard
+from llmc.data.shards import write_shard
 from llmc.data.walk import Rest
 from llmc.errors import UserError
+from llmc.files import Numbers
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -346,9 +347,9 @@ def test_the_first_batches_are_served_again_and_again_whatever_becomes_of_their_
 
 def test_the_system_is_asked_to_read_what_comes_next_but_where_a_shard_begins(shards, monkeypatch):
     """Exactly the tokens of the next batch and its last target; in what is left of an epoch wherever they lie."""
-    asked, read, real = set(), [], Shard.read
-    monkeypatch.setattr(Shard, "will_need", lambda shard, at, n: asked.add((shard.path, at, n)))
-    monkeypatch.setattr(Shard, "read", lambda shard, at, n: read.append((shard.path, at, n)) or real(shard, at, n))
+    asked, read, real = set(), [], Numbers.read
+    monkeypatch.setattr(Numbers, "will_need", lambda shard, at, n: asked.add((shard.path, at, n)))
+    monkeypatch.setattr(Numbers, "read", lambda shard, at, n: read.append((shard.path, at, n)) or real(shard, at, n))
     loader = TokenLoader(shards, 2, 5)
     batches(loader, 22)
     assert len(read) == 22 and [each for each in read if each not in asked] == [(path, 0, 11) for path in loader.paths[1:]]

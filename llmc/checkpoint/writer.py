@@ -14,8 +14,8 @@ PIECE_BYTES = 1 << 20  # copied from a device, to it, or given to a file, at a t
 
 
 class Writer:
-    """Writes what it is given before begin() returns. Made with a plan, it copies that into host memory, which it allocates once, as planned,
-    and a thread writes the copy while training goes on.
+    """Writes what it is given before begin() returns. Made with a plan, it copies that into host memory, which it allocates once, as
+    planned, and a thread writes the copy while training goes on.
 
     step     step of the checkpoint that is on its way: begun, and neither taken nor abandoned; None if there is none
     begun    how many checkpoints were begun
