@@ -268,15 +268,17 @@ def read_or_refused(path: Path | str):
 
 def _where_not_utf8(path: Path) -> str:
     """The first line of a file that is not UTF-8, or what the file is instead. Its error tells neither: it is of a part of the file."""
+    decoder, number, block = codecs.getincrementaldecoder("utf-8")(), 1, None
     with open(path, "rb") as file:
-        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            return "it begins as UTF-16 does"
-        file.seek(0)
-        for number, line in enumerate(file, 1):
+        while block != b"":
+            before, block = block, file.read(PIECE_CHARS)
+            if before is None and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+                return "it begins as UTF-16 or UTF-32 does"
             try:
-                line.decode()
+                decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                return f"line {number}, byte {error.start + 1}: {error.reason}"
+                return f"line {number + error.object.count(10, 0, error.start)}: {error.reason}"
+            number += block.count(b"\n")
     return "it has changed meanwhile"
 
 
@@ -374,6 +376,8 @@ def read_parquet(path: Path, columns: list[str], remedy: str) -> Iterator[tuple[
                 for record in batch.to_pylist():
                     yield f"{path}, row {row}", record
                     row += 1
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} has text that is not UTF-8, in row {row} or one after it ({error.reason}); convert it") from error
     except (ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # the system's, not pyarrow's own
             with read_or_refused(path):

@@ -328,9 +328,10 @@ def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
             b"[" * 100_000 + b"\n",
             "a.jsonl:1 is not JSON \\((maximum recursion depth|Stack overflow) .*; mend or remove this line$",
         ),
-        ("a.txt", b"abc\xff", r"a.txt is not UTF-8 text \(line 1, byte 4: invalid start byte\); convert it"),
-        ("b.txt", b"x" * (2 << 20) + b"\nab\nc\xe4d", r"b.txt is not UTF-8 text \(line 3, byte 2: invalid continuation byte\)"),
-        ("c.txt", "UTF-16".encode("utf-16"), r"c.txt is not UTF-8 text \(it begins as UTF-16 does\); convert it"),
+        ("a.txt", b"abc\xff", r"a.txt is not UTF-8 text \(line 1: invalid start byte\); convert it"),
+        ("b.txt", b"x" * (2 << 20) + b"\nab\nc\xe4d", r"b.txt is not UTF-8 text \(line 3: invalid continuation byte\)"),
+        ("c.txt", "UTF-16".encode("utf-16"), r"c.txt is not UTF-8 text \(it begins as UTF-16 or UTF-32 does\); convert it"),
+        ("d.txt", b"a\nb\n\xc3", r"d.txt is not UTF-8 text \(line 3: unexpected end of data\); convert it"),
         (
             "a.txt",
             b"",
