@@ -26,7 +26,7 @@ def cpu_name() -> str:
 
 
 def _processor_name() -> str:
-    """As Linux says it on x86; on Arm it only says numbers, of each core: there the names of these, or else "CPU"."""
+    """As Linux says it on x86; on Arm it only says numbers, of each core: there the names of these, or "CPU" if not all are known."""
     fields = {}
     try:
         with open(CPU_INFO) as f:
@@ -38,7 +38,7 @@ def _processor_name() -> str:
     if model := fields.get("model name"):
         return next(iter(model))
     parts = fields.get("CPU part", {}) if list(fields.get("CPU implementer", ())) == [ARM_IMPLEMENTER] else ()
-    return " and ".join(f"Arm {ARM_CORES[part]}" for part in parts if part in ARM_CORES) or "CPU"
+    return " and ".join(f"Arm {ARM_CORES[part]}" for part in parts) if parts and ARM_CORES.keys() >= set(parts) else "CPU"
 
 
 def _cpu_line(name) -> list[str]:

@@ -57,11 +57,11 @@ def check_attention(o: PlanOptions):
             f"heads of size {head_size}: {kind} attention takes {taken} up to {sizes[-1]} in bf16; "
             f"use --attention {others}efficient, an fp32 model with --precision fp32, or --device cpu"
         )
-    numbers = o.T * 3 * o.config.channels // o.tensor_parallel
+    numbers = o.T * 3 * sizes_of(o.config, parts=o.tensor_parallel)["k"]
     if kind == "triton" and numbers >= 1 << 31:
         raise UserError(
             f"-t {o.T}: triton attention finds a sequence's numbers by 32 bits, and queries, keys and values of a layer are {numbers}; "
-            "use --attention flash, or a smaller -t"
+            f"use --attention {'flash' if head_size in HEAD_SIZES['flash'] else 'efficient'}, or a smaller -t"
         )
 
 

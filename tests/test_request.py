@@ -1,5 +1,6 @@
 """What a command line asks of a GPU: whose kernels, whose attention, GELU in matmuls; honoured, said, or refused in a sentence."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -128,6 +129,7 @@ def test_arm_trains_in_bf16_where_it_multiplies_that(monkeypatch, tmp_path, feat
     ([("0x41", "0xd0c")] * 4, "Arm Neoverse-N1"), ([("0x41", "0xd4f")], "Arm Neoverse-V2"),
     ([("0x41", "0xd87")] * 2 + [("0x41", "0xd85")] * 2, "Arm Cortex-A725 and Arm Cortex-X925"),  # of a DGX Spark
     ([("0x61", "0xd0c")], "CPU"), ([("0x41", "0xfff")], "CPU"),  # another maker's; one that came later
+    ([("0x41", "0xd0c"), ("0x61", "0xd0c")], "CPU"), ([("0x41", "0xd0c"), ("0x41", "0xfff")], "CPU"),
 ])  # fmt: skip
 def test_arm_s_processors_have_names(monkeypatch, tmp_path, cores, name):
     on_arm(tmp_path, monkeypatch, *cores)
@@ -372,13 +374,23 @@ def test_attention_is_this_project_s_up_to_the_largest_heads_it_takes(head_size,
     ("bf16", "--attention triton --kernels torch", 64, "--attention triton goes with --kernels triton, and this run has --kernels torch"),
     ("bf16", "--attention cudnn", 136, "heads of size 136: cudnn attention takes multiples of 8 up to 128 in bf16; use --attention flash"),
     ("bf16", "-t 2796203", 128, "-t 2796203: triton attention finds a sequence's numbers by 32 bits, and queries, keys and values of a "
-     "layer are 2147483904; use --attention flash"),
+     "layer are 2147483904; use --attention flash, or a smaller -t"),
+    ("bf16", "-t 99999999", 20, "-t 99999999: triton attention finds a sequence's numbers by 32 bits, and queries, keys and values of a "
+     "layer are 11999999880; use --attention efficient, or a smaller -t"),
 ])  # fmt: skip
 def test_attention_that_does_not_take_the_model_is_refused_with_what_to_do(precision, flags, head_size, sentence):
     config = replace(D12, channels=2 * head_size, num_heads=2)
     with pytest.raises(UserError) as refusal:
         check_attention(options(flags, precision, config=config))
     assert str(refusal.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("T, taken", [(860370, True), (860371, False)])
+def test_triton_s_attention_counts_the_numbers_of_a_rank_s_part_padding_included(T, taken):
+    """A half of d48's 25 heads of 64 is 13: 832 channels."""
+    o = replace(options(f"-t {T}", config=replace(D12, channels=1600, num_heads=25)), tensor_parallel=2, data_ranks=1)
+    with nullcontext() if taken else pytest.raises(UserError, match="queries, keys and values of a layer are 2147486016; use --attention"):
+        check_attention(o)
 
 
 def test_a_sequence_of_which_triton_s_attention_counts_every_number_is_taken():
