@@ -142,8 +142,8 @@ def tune_steps(run, record):
     so few that their weight gradients need no sum in fp32."""
     if run.args.tune is None:
         raise Skip("only with --tune")
-    if run.no_triton or not run.cuda:
-        raise Skip(run.no_triton or "a step's kernels follow one another in a GPU's cache, and there is no CUDA device")
+    if run.kernels != "triton" or not run.cuda:
+        raise Skip(run.no_triton or "the kernels of these steps are Triton's, on a CUDA device")
     s = run.sizes
     rows = 2 * head_chunk_rows(run.options(s.config, s.B, s.T))
     cases = [(what, change, {}) for what, change in STEP_SWEEP] + [(f"--head-chunk {rows}", {}, {"head_chunk": rows})]
