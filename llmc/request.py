@@ -276,7 +276,8 @@ def plan_text(s: Settings) -> str:
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
             share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
             free = max(0, available_host_bytes() // world.num_local - RUN_ITSELF)
-            budget = Budget(free, f"free on this machine{share}", reserve=RESERVE[kind])
+            itself = f"less {RUN_ITSELF // MIB} MiB for the program itself"
+            budget = Budget(free, f"free on this machine{share}, {itself}", reserve=RESERVE[kind])
     settled = settle_all(s, source, precision, world, device, budget)
     options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:

@@ -321,6 +321,7 @@ def save_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file, SafetensorError, doing = need("safetensors.torch").save_file, need("safetensors").SafetensorError, "writing the weights"
     try:
         with replaced(path, doing=doing) as temporary:
+            temporary.unlink(missing_ok=True)  # an earlier run's, if one was killed
             temporary.touch()
             mode = temporary.stat().st_mode
             save_file(tensors, temporary, metadata={"format": "pt"})

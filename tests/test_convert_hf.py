@@ -94,7 +94,10 @@ def test_bin_to_hf_and_back_is_byte_identical(tmp_path, precision, padded):
 
 
 def test_the_weights_may_be_read_by_whom_the_umask_lets(tmp_path):
+    """Also where a run that was killed has left the weights half written."""
     noise_bin(tmp_path / "model.bin", CONFIG, "bf16")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors.tmp").touch(0o600)
     bin_to_hf(tmp_path / "model.bin", tmp_path / "hf")
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "model.bin", *(tmp_path / "hf").iterdir())}
     assert len(set(modes.values())) == 1, modes

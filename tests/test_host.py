@@ -109,6 +109,12 @@ def test_free_memory_that_no_system_tells_is_asked_for(monkeypatch, tmp_path):
         available_host_bytes()
 
 
+def test_what_a_cpu_has_is_what_its_container_has(plain_torch, monkeypatch):
+    monkeypatch.setattr("llmc.backend.total_host_bytes", lambda: 12345)
+    used, total = open_backend("cpu", 1, True).memory_bytes()
+    assert used > 2**20 and total == 12345
+
+
 # no fcntl, no /proc, another name
 ELSEWHERE = """
 import sys

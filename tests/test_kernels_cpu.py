@@ -255,9 +255,12 @@ def test_compiled_kernels_are_kept_until_any_of_their_sources_changes_or_not_at_
     (package / "__pycache__").touch()
     (tmp_path / "file").touch()
     assert said() == [
-        f"{compiled[0]}, in every run: neither their folder nor the home folder can be written to; name one in NUMBA_CACHE_DIR",
+        f"{compiled[0]}, in every run: neither their folder nor the home folder can be written to; name a folder in NUMBA_CACHE_DIR",
         "(0, 1)",
     ]
+    environment["NUMBA_CACHE_DIR"] = nowhere
+    unusable = f"NUMBA_CACHE_DIR={nowhere} cannot be written to"
+    assert said() == [f"{compiled[0]}, in every run: {unusable}; name a folder in NUMBA_CACHE_DIR", "(0, 1)"]
 
 
 def test_that_kernels_are_compiled_is_told_once_and_to_whoever_listens():

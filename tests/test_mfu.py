@@ -1,7 +1,9 @@
 """Peaks agree with llm.c's table where it has the card, and with the card's name as drivers really spell it."""
 
 import pytest
+import torch
 
+from llmc.backend import Backend, measure_matmul_tflops
 from llmc.mfu import PEAKS, flops_per_token, model_flops_utilization, promised_tflops
 
 # llm.c's 38 entries as its get_flops_promised computes them: bf16, fp32 (TF32). One card is there twice, and its two V100 are left out:
@@ -82,3 +84,10 @@ def test_flops_of_gpt2_124m():
 def test_utilization_is_a_share_of_the_peak():
     assert model_flops_utilization(10**9, tokens=500_000, dt_s=2.0, peak_tflops=1000.0) == pytest.approx(0.25)
     assert model_flops_utilization(10**9, tokens=500_000, dt_s=2.0, peak_tflops=None) is None
+
+
+def test_the_matmul_of_which_mfu_is_a_share_multiplies_random_numbers():
+    """A GPU takes less power for others, and runs faster."""
+    seen = []
+    measure_matmul_tflops(Backend(torch.device("cpu"), "cpu", "a CPU"), "fp32", (lambda out, *factors: seen.extend(factors),), seconds=0.01)
+    assert all(len(x.unique()) > 0.9 * 2**19 for x in seen[:2]) and not torch.equal(*seen[:2])

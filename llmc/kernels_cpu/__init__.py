@@ -4,6 +4,7 @@ Each has the name and the arguments of its counterpart in llmc/layers/. Only doo
 without it trains with the torch operations.
 """
 
+import os
 import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -55,6 +56,8 @@ def compiling(kept: bool = True):
     """The compiler calls this before each kernel. kept: whether the code can be kept on disk."""
     global _say
     if _say:
-        again = "" if kept else ", in every run: neither their folder nor the home folder can be written to; name one in NUMBA_CACHE_DIR"
+        named = os.environ.get("NUMBA_CACHE_DIR")
+        places = f"NUMBA_CACHE_DIR={named} cannot" if named else "neither their folder nor the home folder can"
+        again = "" if kept else f", in every run: {places} be written to; name a folder in NUMBA_CACHE_DIR"
         _say(f"compiling kernels for this processor, which may take a minute{again}")
         _say = None
