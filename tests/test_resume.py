@@ -553,6 +553,7 @@ def signalled_twice(words) -> int:
     """The first signal, and a second one, at once or when that is no longer the first one passed on, while a library does not return."""
     first, second, later = map(int, words)
     interrupt_module.PASSED_ON_S = 0.3
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests were started by nohup
     StopRequest()
     signal.raise_signal(first)
     threading.Timer(1.0 if later else 0.0, os.kill, (os.getpid(), second)).start()
