@@ -239,7 +239,8 @@ def measure_matmul_tflops(backend: Backend, precision: str, others=(), seconds: 
     n = 8192 if backend.kind == "cuda" else 1024
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     random = torch.Generator(backend.device).manual_seed(0)  # of its own; a GPU takes less power for ones, and so has a higher clock
-    a, b, out = (torch.empty(n, n, dtype=dtype, device=backend.device).normal_(generator=random) for _ in range(3))
+    a, b = (torch.empty(n, n, dtype=dtype, device=backend.device).normal_(generator=random) for _ in range(2))
+    out = torch.empty_like(a)
     ways = (lambda out, a, b: torch.mm(a, b, out=out), *others)
     for multiply in ways:
         multiply(out, a, b)  # the first call sets a library up

@@ -27,18 +27,19 @@ def cpu_name() -> str:
 
 def _processor_name() -> str:
     """As Linux says it on x86; on Arm it only says numbers, of each core: there the names of these, or "CPU" if not all are known."""
-    fields = {}
+    if model := _values("model name"):
+        return model[0]
+    parts = _values("CPU part") if _values("CPU implementer") == [ARM_IMPLEMENTER] else []
+    return " and ".join(f"Arm {ARM_CORES[part]}" for part in parts) if parts and ARM_CORES.keys() >= set(parts) else "CPU"
+
+
+def _values(name) -> list[str]:
+    """What the lines of that name say of the cores, each value once."""
     try:
         with open(CPU_INFO) as f:
-            for line in f:
-                name, _, value = line.partition(":")
-                fields.setdefault(name.strip(), {})[value.strip()] = None  # in the order of the file, each once
+            return list(dict.fromkeys(line.partition(":")[2].strip() for line in f if line.startswith(name)))
     except OSError:
-        return "CPU"
-    if model := fields.get("model name"):
-        return next(iter(model))
-    parts = fields.get("CPU part", {}) if list(fields.get("CPU implementer", ())) == [ARM_IMPLEMENTER] else ()
-    return " and ".join(f"Arm {ARM_CORES[part]}" for part in parts) if parts and ARM_CORES.keys() >= set(parts) else "CPU"
+        return []
 
 
 def _cpu_line(name) -> list[str]:

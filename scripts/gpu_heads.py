@@ -16,7 +16,7 @@ from math import e, log2, sqrt
 import torch
 
 from llmc.kernels import door
-from llmc.kernels.attention import _add_product, _head_of_program, _multiply, _powers, _rows, _there, _write_gradient
+from llmc.kernels.attention import _add_product, _head_of_program, _multiply, _rows, _there, _tile_of_queries, _write_gradient
 from llmc.kernels.columns import matmul_dbias
 from llmc.kernels.door import cdiv, jit, narrow, next_power_of_2, sum_over_rows, tl, widen
 
@@ -27,15 +27,8 @@ def _add_tile(
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv, dq), the first two with their sums over one tile of queries added; dq (CHANNELS, QUERIES) is the sum over the tile of keys
-    alone. Rows beyond T are zeros and add nothing."""
-    query = first_query + tl.arange(0, QUERIES)
-    q, do = _rows(q, query, stride, column, T, HS), _rows(do, query, C, column, T, HS)
-    lse, delta = tl.load(lse + query, mask=query < T, other=0.0), tl.load(delta + query, mask=query < T, other=0.0)
-    p = _powers(_multiply(k, tl.trans(q)), scale, lse[None, :])
-    ds = p * (_multiply(v, tl.trans(do)) - delta[None, :])
-    if HIDES:
-        sees = query[None, :] >= position[:, None]
-        p, ds = tl.where(sees, p, 0.0), tl.where(sees, ds, 0.0)
+    alone."""
+    q, do, p, ds = _tile_of_queries(k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale, HS, QUERIES, HIDES)
     ds = narrow(ds, q.dtype)
     return _add_product(dk, ds, q), _add_product(dv, narrow(p, do.dtype), do), _multiply(tl.trans(k), ds)
 

@@ -15,8 +15,8 @@ from scripts.gpu_steps import our_step
 
 # options of a launch, which are given at door.launch, are treated as constants too: of "door" for every kernel, or of a kernel's name for
 # that one
-LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg"}
-LAST_FIRST = "last first"  # stands for an option too: a kernel's programs take the rows from the last on
+LAST_FIRST = "last first"  # as if it were an option: a kernel's programs take the rows from the last on
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg", LAST_FIRST}
 ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
 WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
 # operation -> (module of llmc.kernels, constant, values to try)
@@ -177,8 +177,13 @@ def changed_step(run, change, forms) -> dict:
 def with_option(launch, owner, name, value):
     """door.launch with that option, for the kernel named `owner`, or for all kernels if owner is "door"."""
 
-    def launch_with_it(kernel, *args, **rest):
-        launch(kernel, *args, **(rest | ({name: value} if owner in ("door", kernel.fn.__name__) else {})))
+    def launch_with_it(kernel, *args, **options):
+        if owner in ("door", kernel.fn.__name__):
+            if name == LAST_FIRST:
+                kernel = last_first(kernel)
+            else:
+                options[name] = value
+        launch(kernel, *args, **options)
 
     return launch_with_it
 
@@ -197,23 +202,12 @@ def constants(room, wanted: dict):
                 room.scratch["column_partials"] = torch.zeros(value, partials.shape[1], device=partials.device)
             elif name in LAUNCH_OPTIONS:
                 until_end.enter_context(door.launched_by(with_option(door.launch, module, name, value)))
-            elif name == LAST_FIRST:
-                until_end.enter_context(door.launched_by(with_last_first(door.launch, module)))
             else:
                 owner = import_module(f"llmc.kernels.{module}")
                 for one, its in zip(name, value) if isinstance(name, tuple) else [(name, value)]:
                     until_end.callback(setattr, owner, one, getattr(owner, one))
                     setattr(owner, one, its)
         yield
-
-
-def with_last_first(launch, name):
-    """door.launch, which gives the rows of the kernel of that name to its programs in the reverse order."""
-
-    def launch_so(kernel, *args, **options):
-        launch(last_first(kernel) if kernel.fn.__name__ == name else kernel, *args, **options)
-
-    return launch_so
 
 
 @cache

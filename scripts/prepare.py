@@ -268,12 +268,12 @@ def read_or_refused(path: Path | str):
 
 def _where_not_utf8(path: Path) -> str:
     """The first line of a file that is not UTF-8, or what the file is instead. Its error tells neither: it is of a part of the file."""
-    decoder, number, block = codecs.getincrementaldecoder("utf-8")(), 1, None
+    decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
     with open(path, "rb") as file:
-        while block != b"":
-            before, block = block, file.read(PIECE_CHARS)
-            if before is None and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
-                return "it begins as UTF-16 or UTF-32 does"
+        if file.read(4).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+            return "it begins as UTF-16 or UTF-32 does"
+        file.seek(0)
+        for block in chain(iter(partial(file.read, PIECE_CHARS), b""), [b""]):
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:

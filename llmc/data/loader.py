@@ -178,7 +178,7 @@ class TokenLoader:
             g = self.geometry
             raise UserError(
                 f"{self.flag} {path} holds {num_tokens} tokens, and one batch takes {g.sample_tokens + 1} (-b {g.B} times -t {g.T} times "
-                f"{g.ranks}, plus 1); choose a smaller -b or -t, or leave this shard out"
+                f"{g.ranks_in_words}, plus 1); choose a smaller -b or -t, or leave this shard out"
             )
         return num_tokens
 

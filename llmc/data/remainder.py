@@ -49,12 +49,12 @@ class Geometry:
         return (sample * self.data_ranks + rank) * self.batch_tokens
 
     @property
-    def ranks(self) -> str:
+    def ranks_in_words(self) -> str:
         """How many there are, in words that are true with and without tensor parallelism."""
         return f"{self.data_ranks} data-parallel rank{'s' if self.data_ranks > 1 else ''}"
 
     def __str__(self):
-        return f"-b {self.B} -t {self.T} on {self.ranks}"
+        return f"-b {self.B} -t {self.T} on {self.ranks_in_words}"
 
 
 class Remainder:

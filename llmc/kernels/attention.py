@@ -146,11 +146,11 @@ def _add_dq(
 
 
 @jit
-def _add_dk_dv(
-    dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
+def _tile_of_queries(
+    k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv plus their sums over one tile of queries, whose rows beyond T are zeros and add nothing."""
+    """(q, do, p, ds) of one tile of queries for a tile of keys. Rows beyond T are zeros and add nothing to what is made of them."""
     query = first_query + tl.arange(0, QUERIES)
     q, do = _rows(q, query, stride, column, T, HS), _rows(do, query, C, column, T, HS)
     lse, delta = tl.load(lse + query, mask=query < T, other=0.0), tl.load(delta + query, mask=query < T, other=0.0)
@@ -159,6 +159,16 @@ def _add_dk_dv(
     if HIDES:
         sees = query[None, :] >= position[:, None]
         p, ds = tl.where(sees, p, 0.0), tl.where(sees, ds, 0.0)
+    return q, do, p, ds
+
+
+@jit
+def _add_dk_dv(
+    dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
+    HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
+    """dk and dv plus their sums over one tile of queries."""
+    q, do, p, ds = _tile_of_queries(k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale, HS, QUERIES, HIDES)
     return _add_product(dk, narrow(ds, q.dtype), q), _add_product(dv, narrow(p, do.dtype), do)
 
 
