@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.errors import UserError, run_script
-from scripts import prepare
+from scripts import inputs, prepare
 
 SITE = "https://huggingface.co"
 
@@ -26,7 +26,7 @@ def remote_files(repository: str, folder: str) -> list[tuple[str, int]]:
     """(path, bytes) of the .parquet files in a folder of a Hugging Face dataset, sorted."""
     url = f"{SITE}/api/datasets/{repository}/tree/main/{folder}"
     try:
-        with urllib.request.urlopen(url, timeout=prepare.SILENCE_S) as response:
+        with urllib.request.urlopen(url, timeout=inputs.SILENCE_S) as response:
             files = sorted((entry["path"], int(entry["size"])) for entry in json.load(response) if entry["path"].endswith(".parquet"))
         if not files:
             raise ValueError("no .parquet file is there")
@@ -41,7 +41,7 @@ def remote_files(repository: str, folder: str) -> list[tuple[str, int]]:
 def download_in_turn(repository: str, paths: list[str], folder: Path) -> Iterator[Path]:
     """Each file, on the disk when it is asked for."""
     for path in paths:
-        yield prepare.download(f"{SITE}/datasets/{repository}/resolve/main/{path}", folder / Path(path).name)
+        yield inputs.download(f"{SITE}/datasets/{repository}/resolve/main/{path}", folder / Path(path).name)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,9 +54,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     name, repository = ("edu_fineweb", "HuggingFaceFW/fineweb-edu") if args.edu else ("fineweb", "HuggingFaceFW/fineweb")
     args.output = args.output or Path(f"dev/data/{name}{args.version}")
-    prepare.need_pyarrow()  # rather now than after the first 2 GB
+    inputs.need_pyarrow()  # rather now than after the first 2 GB
     if args.input:
-        local = prepare.input_files([args.input], [".parquet"])
+        local = inputs.input_files([args.input], [".parquet"])
         sizes = [(path.name, path.stat().st_size) for path in local]
         files = partial(iter, local)
     else:
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         files = partial(download_in_turn, repository, [path for path, _ in remote], args.output / "parquet")
     corpus = prepare.Corpus(
         name=name,
-        documents=lambda: prepare.read_documents(files()),
-        source=prepare.fingerprint(sizes),  # no times of change, so the files may move from parquet/ to --input half-way
+        documents=lambda: inputs.read_documents(files()),
+        source=inputs.fingerprint(sizes),  # no times of change, so the files may move from parquet/ to --input half-way
         file_name=lambda number: f"{name}_{'train' if number else 'val'}_{number:06d}.bin",
         shard_tokens=args.shard_tokens,
     )

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.evals import NUM_COMPLETIONS, Example, write_eval_file
 from llmc.data.tokenizer import Encoder
 from llmc.errors import UserError, run_script
-from scripts import prepare
+from scripts import inputs, prepare
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 LABELS = [str(number) for number in range(NUM_COMPLETIONS)]  # a number in that file, a text in Hugging Face's
@@ -26,14 +26,14 @@ LABELS = [str(number) for number in range(NUM_COMPLETIONS)]  # a number in that 
 def read_questions(path: Path) -> Iterator[tuple[str, object, str]]:
     """(place, question, what to do about one that is wrong) of every line or row."""
     if path.suffix.lower() == ".parquet":
-        rows = prepare.read_parquet(path, ["ctx", "endings", "label"], "give Hugging Face's validation split of HellaSwag")
-        return ((place, record, prepare.LEAVE_OUT_ROWS) for place, record in rows)
-    return ((place, record, prepare.MEND_THE_LINE) for place, record in prepare.read_jsonl(path))
+        rows = inputs.read_parquet(path, ["ctx", "endings", "label"], "give Hugging Face's validation split of HellaSwag")
+        return ((place, record, inputs.LEAVE_OUT_ROWS) for place, record in rows)
+    return ((place, record, inputs.MEND_THE_LINE) for place, record in inputs.read_jsonl(path))
 
 
 def render(place: str, record, remedy: str, encoder: Encoder) -> Example:
     """The tokens of a question; `place` says which it is, for UserError, and `remedy` what to do."""
-    context = prepare.text_field(record, "ctx", place, remedy)
+    context = inputs.text_field(record, "ctx", place, remedy)
     label, endings = record.get("label"), record.get("endings")
     if not context:
         raise UserError(f'{place}: field "ctx" is empty; {remedy}')
@@ -55,7 +55,7 @@ def render(place: str, record, remedy: str, encoder: Encoder) -> Example:
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/hellaswag", corpus=False).parse_args(argv)
     name = "hellaswag_val.jsonl"
-    path = prepare.one_input(args.input, name, ".jsonl", ".parquet") if args.input else prepare.download(URL, args.output / name)
+    path = inputs.one_input(args.input, name, ".jsonl", ".parquet") if args.input else inputs.download(URL, args.output / name)
     encoder, output = prepare.start(args), args.output / "hellaswag_val.bin"
     questions = tqdm(read_questions(path), desc="HellaSwag", unit=" examples", disable=None)
     count = write_eval_file(output, (render(*question, encoder) for question in questions))

@@ -13,15 +13,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.errors import run_script
-from scripts import prepare
+from scripts import inputs, prepare
 from scripts.stdlib_sources import source_files
 
 
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/stdlib", shard_tokens=MAX_SHARD_TOKENS).parse_args(argv)
     files = source_files(args.input or Path(sysconfig.get_path("stdlib")))
-    source = prepare.fingerprint(prepare.file_facts(files))
-    prepare.write_splits(lambda: map(prepare.read_text, files), source, args, "stdlib", prepare.one_file)
+    source = inputs.fingerprint(inputs.file_facts(files))
+    prepare.write_splits(lambda: map(inputs.read_text, files), source, args, "stdlib", prepare.one_file)
 
 
 if __name__ == "__main__":

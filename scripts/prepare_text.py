@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.errors import run_script
-from scripts import prepare
+from scripts import inputs, prepare
 from scripts.arguments import number_from
 
 
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> None:
         help=f"one document in N is for validation [{prepare.VAL_EVERY}; of fewer than 11, one]",
     )
     args = parser.parse_args(argv)
-    files = prepare.input_files(args.input, [*prepare.TEXT_SUFFIXES, ".jsonl", ".parquet"], tell=True)
+    files = inputs.input_files(args.input, [*inputs.TEXT_SUFFIXES, ".jsonl", ".parquet"], tell=True)
     if any(path.suffix.lower() == ".parquet" for path in files):
-        prepare.need_pyarrow()  # rather now than after an hour of the other files
-    source = prepare.fingerprint([prepare.file_facts(files), args.jsonl_field, args.val_every or prepare.VAL_EVERY, prepare.PIECE_CHARS])
-    prepare.write_splits(lambda: prepare.read_documents(files, args.jsonl_field), source, args, args.name, prepare.numbered)
+        inputs.need_pyarrow()  # rather now than after an hour of the other files
+    source = inputs.fingerprint([inputs.file_facts(files), args.jsonl_field, args.val_every or prepare.VAL_EVERY, inputs.PIECE_CHARS])
+    prepare.write_splits(lambda: inputs.read_documents(files, args.jsonl_field), source, args, args.name, prepare.numbered)
 
 
 if __name__ == "__main__":

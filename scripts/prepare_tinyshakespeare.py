@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import write_shard
 from llmc.errors import UserError, run_script
-from scripts import prepare
+from scripts import inputs, prepare
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 VAL_TOKENS = 32768
@@ -28,8 +28,8 @@ def speeches(text: str) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/tinyshakespeare").parse_args(argv)
     name = "tiny_shakespeare.txt"
-    path = prepare.one_input(args.input, name, ".txt") if args.input else prepare.download(URL, args.output / name)
-    pieces = speeches(prepare.read_text(path))
+    path = inputs.one_input(args.input, name, ".txt") if args.input else inputs.download(URL, args.output / name)
+    pieces = speeches(inputs.read_text(path))
     encoder = prepare.start(args)
     tokens = np.concatenate(list(prepare.encoded(pieces, encoder, workers=1)))
     if len(tokens) <= VAL_TOKENS:

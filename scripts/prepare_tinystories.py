@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.errors import UserError, file_error, run_script
-from scripts import prepare
+from llmc.files import make_folder
+from scripts import inputs, prepare
 
 URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
 SOURCE = ".source"  # beside what was unpacked: which archive that came from
@@ -33,13 +34,13 @@ def unpack(archive: Path, folder: Path) -> Path:
 
     A folder that holds what came out of another archive is made anew; one that somebody made by hand is taken as it is.
     """
-    source, noted = prepare.fingerprint(prepare.file_facts([archive])), folder / SOURCE
+    source, noted = inputs.fingerprint(inputs.file_facts([archive])), folder / SOURCE
     if folder.exists() and (not noted.exists() or noted.read_bytes() == source.encode()):
         print(f"found {folder}, not unpacking again")
         return folder
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    prepare.make_folder(part)
+    make_folder(part)
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
@@ -68,23 +69,23 @@ def stories(files: list[Path]) -> Iterator[str]:
         except (ValueError, RecursionError, OSError) as error:
             raise UserError(f"{path} cannot be read as JSON ({error}); download the data again") from error
         if not isinstance(records, list):
-            raise UserError(f"{path} holds {prepare.json_kind(records)}, expected an array of stories; download the data again")
-        texts = [prepare.text_field(record, "story", f"{path}, story {number}").strip() for number, record in enumerate(records)]
+            raise UserError(f"{path} holds {inputs.json_kind(records)}, expected an array of stories; download the data again")
+        texts = [inputs.text_field(record, "story", f"{path}, story {number}").strip() for number, record in enumerate(records)]
         random.Random(1337 + index).shuffle(texts)
         yield from texts
 
 
 def main(argv: list[str] | None = None) -> None:
     args = prepare.argument_parser(__doc__, "dev/data/tinystories", shard_tokens=MAX_SHARD_TOKENS).parse_args(argv)
-    data = args.input or prepare.download(URL, args.output / "TinyStories_all_data.tar.gz")
+    data = args.input or inputs.download(URL, args.output / "TinyStories_all_data.tar.gz")
     if data.is_file():
         data = unpack(data, args.output / "TinyStories_all_data")
-    files = [path for path in prepare.input_files([data], [".json"]) if not path.name.endswith(prepare.PROGRESS)]
+    files = [path for path in inputs.input_files([data], [".json"]) if not path.name.endswith(prepare.PROGRESS)]
     if len(files) < 2:
         raise UserError(f"{data} holds {len(files)} .json file; expected several, the first for validation: unpack the whole archive there")
     encoder = prepare.start(args)
     for split, part in (("val", files[:1]), ("train", files[1:])):
-        prefix, source = f"TinyStories_{split}", prepare.fingerprint(prepare.file_facts(part))
+        prefix, source = f"TinyStories_{split}", inputs.fingerprint(inputs.file_facts(part))
         corpus = prepare.Corpus(prefix, partial(stories, part), source, prepare.one_file(prefix), args.shard_tokens)
         prepare.write_corpus(corpus, args.output, encoder, args.workers)
     prepare.finish(args, encoder, "TinyStories_train*.bin", "TinyStories_val*.bin")

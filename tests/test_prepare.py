@@ -1,10 +1,7 @@
 """Prepared data is llm.c's, the same with any number of workers and after any kill; and what is wrong with an input is said."""
 
-import errno
 import glob
 import hashlib
-import http.client
-import io
 import json
 import os
 import random
@@ -15,7 +12,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import urllib.request
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +25,9 @@ from llmc.data.tokenizer import ByteEncoder, Tokenizer
 from llmc.distributed.watch import is_alive
 from llmc.errors import UserError
 from llmc.flags import parse
-from scripts import prepare, prepare_fineweb, prepare_hellaswag, prepare_stdlib, prepare_text, prepare_tinyshakespeare, prepare_tinystories
+from scripts import (
+    inputs, prepare, prepare_fineweb, prepare_hellaswag, prepare_stdlib, prepare_text, prepare_tinyshakespeare, prepare_tinystories,
+)  # fmt: skip
 
 REPO = Path(__file__).resolve().parent.parent
 EOT = 50256
@@ -293,22 +291,6 @@ def test_a_tokenizer_file_that_knows_more_than_the_new_tokens_stays(tmp_path):
     assert Tokenizer.read(path).table == plain.table
 
 
-def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
-    paragraphs = [f"Paragraph {i}.\n" + "word " * (i % 900) + "\n\n" for i in range(200)]
-    (tmp_path / "a.txt").write_text("".join(paragraphs))
-    documents = list(prepare.read_documents([tmp_path / "a.txt"]))
-    assert "".join(documents) == "".join(paragraphs)
-    assert len(documents) > 5 and all(d.endswith("\n\n") and len(d) <= prepare.PIECE_CHARS for d in documents)
-    long = "".join("word " * (2400 + i % 7) + "\n\n" for i in range(100))  # each cut takes less than is read at once
-    (tmp_path / "c.txt").write_text(long)
-    documents = list(prepare.read_documents([tmp_path / "c.txt"]))
-    assert "".join(documents) == long and {len(d) // 1000 for d in documents} == {12}
-    (tmp_path / "b.txt").write_text("x" * 40_000)  # nowhere to cut
-    assert [len(d) for d in prepare.read_documents([tmp_path / "b.txt"])] == [16384, 16384, 40_000 - 2 * 16384]
-    (tmp_path / "e.txt").write_text("x" * 5000 + "\n\n" + "x" * 10_000 + " " + "x" * 5000)  # not into a short one and a long one
-    assert len(next(prepare.read_documents([tmp_path / "e.txt"]))) == 15_003
-
-
 @pytest.mark.parametrize(
     "name, raw, message",
     [
@@ -344,12 +326,6 @@ def test_a_bad_input_is_named_with_its_place(tmp_path, name, raw, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(UserError, match=message):
         prepare_text.main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out"), *BYTES])
-
-
-@pytest.mark.parametrize("name, content", [("a.txt", "text"), ("a.jsonl", '{"text": "text"}')])
-def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
-    (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    assert list(prepare.read_documents([tmp_path / name])) == ["text"]
 
 
 def test_one_document_in_one_for_validation_is_refused(tmp_path, capsys):
@@ -397,30 +373,11 @@ def test_a_damaged_note_of_progress_is_named(tmp_path, content):
         prepare_text.main(["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path), *BYTES])
 
 
-def test_bad_parquet_is_named(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match='a.parquet has no column "text" but body; .*--jsonl-field'):
-        list(prepare.read_documents([tmp_path / "a.parquet"]))
-    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    with pytest.raises(UserError, match="b.parquet is not a parquet file, or a damaged one; download or copy it again"):
-        list(prepare.read_documents([tmp_path / "b.parquet"]))
-    parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(1000)]}), tmp_path / "c.parquet", use_dictionary=False)
-    content, random_ = (tmp_path / "c.parquet").read_bytes(), random.Random(1)
-    for _ in range(50):  # pages, lengths of texts, or what describes them: the library has an exception for each
-        at = random_.randrange(4, len(content) - 64)
-        (tmp_path / "c.parquet").write_bytes(content[:at] + random_.randbytes(64) + content[at + 64 :])
-        try:
-            list(prepare.read_documents([tmp_path / "c.parquet"]))
-        except UserError as error:
-            assert "c.parquet" in str(error) and "\n" not in str(error)
-
-
 def test_missing_inputs_are_named(tmp_path):
     with pytest.raises(UserError, match="--input .*gone: no such file or folder"):
         prepare_text.main(["--input", str(tmp_path / "gone"), "--output", str(tmp_path / "out")])
     with pytest.raises(UserError, match="no .parquet file in this folder"):
-        prepare.input_files([tmp_path], [".parquet"])
+        inputs.input_files([tmp_path], [".parquet"])
 
 
 def test_without_pyarrow_it_says_how_to_get_it(tmp_path, monkeypatch):
@@ -437,38 +394,6 @@ def test_an_error_is_one_line_and_exit_code_2(tmp_path):
     ran = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: --input ") and ran.stderr.count("\n") == 1
-
-
-def test_downloads_appear_whole_and_only_once(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "new" / "target"
-    source.write_bytes(b"x" * 3_000_000)
-    assert prepare.download(source.as_uri(), target) == target
-    assert target.read_bytes() == source.read_bytes() and list(target.parent.iterdir()) == [target]
-    source.unlink()
-    assert prepare.download(source.as_uri(), target) == target
-    with pytest.raises(UserError, match="cannot download file:.*download it by hand and run again with --input"):
-        prepare.download(source.as_uri(), tmp_path / "other")
-    assert not (tmp_path / "other").exists() and not (tmp_path / "other.part").exists()
-
-
-@pytest.mark.parametrize("then, told", [
-    (b"", "the connection closed after 7 of 100 bytes"), (http.client.IncompleteRead(b""), "IncompleteRead"),
-    (TimeoutError("timed out"), "timed out"),
-])  # fmt: skip
-def test_a_download_that_ends_early_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, then, told):
-    class Response(io.BytesIO):
-        headers = {"Content-Length": "100"}
-
-        def read(self, n):
-            block = super().read(n)
-            if not block and isinstance(then, Exception):
-                raise then
-            return block
-
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Response(b"7 bytes"))
-    with pytest.raises(UserError, match=rf"cannot download http://host/name \(.*{told}.*\); download it by hand"):
-        prepare.download("http://host/name", tmp_path / "name")
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- the corpora
@@ -578,10 +503,10 @@ def test_another_archive_of_tinystories_is_not_taken_for_the_one_before(tmp_path
         prepare_tinystories.unpack(archives[name], unpacked)
         assert {path.name for path in unpacked.glob("*.json")} == {f"{name}0.json", f"{name}1.json"}
     assert capsys.readouterr().out == f"found {unpacked}, not unpacking again\n" * 2
-    facts = prepare.file_facts(sorted(unpacked.glob("*.json")))
+    facts = inputs.file_facts(sorted(unpacked.glob("*.json")))
     os.utime(archives["b"], (0, 0))  # downloaded again: the same corpus, whose shards go on
     prepare_tinystories.unpack(archives["b"], unpacked)
-    assert prepare.file_facts(sorted(unpacked.glob("*.json"))) == facts and capsys.readouterr().out == ""
+    assert inputs.file_facts(sorted(unpacked.glob("*.json"))) == facts and capsys.readouterr().out == ""
     (unpacked / prepare_tinystories.SOURCE).unlink()
     assert (prepare_tinystories.unpack(archives["a"], unpacked) / "b0.json").exists()
 
@@ -736,79 +661,18 @@ def test_questions_that_are_not_utf_8_are_refused(tmp_path):
         prepare_hellaswag.main(["--input", str(tmp_path / "h.jsonl"), "--output", str(tmp_path / "out"), *BYTES])
 
 
-def test_a_hidden_file_named_like_a_suffix_is_none_of_the_text_files(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / ".md").write_text("b")
-    assert prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES) == [tmp_path / "a.txt"]
-
-
-def test_a_folder_below_that_cannot_be_read_is_named_and_not_left_out(tmp_path, monkeypatch):
-    """By the system's answer and not by permissions, as root reads everything."""
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "a.txt").write_text("a")
-    scandir = os.scandir
-
-    def denied(path):
-        if Path(path).name == "b":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(UserError, match="^cannot read .*/a/b: Permission denied; check the path and its permissions$"):
-        prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
-
-
-def test_what_is_hidden_or_python_s_own_below_a_folder_is_passed_over_unless_it_is_named(tmp_path):
-    folder = tmp_path / ".cache"  # that one above is hidden makes no difference
-    names = ["a.txt", "b/.c.txt", "b/d.txt", ".venv/e.py", "b/.git/f/g.md", "__pycache__/h.txt", "i.j/k.txt"]
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    given = [folder, folder / ".venv", folder / "__pycache__", folder / "b" / ".c.txt"]
-    taken = [str(path.relative_to(folder)) for path in prepare.input_files(given, prepare.TEXT_SUFFIXES)]
-    assert taken == ["a.txt", "b/d.txt", "i.j/k.txt", ".venv/e.py", "__pycache__/h.txt", "b/.c.txt"]
-
-
 def test_suffixes_count_in_any_case(tmp_path, monkeypatch):
     """Also where a file is named, and where it is told that a library is needed."""
     for name, content in (("a.TXT", "a"), ("b.Md", "b"), ("c.JSONL", '{"text": "c"}')):
         (tmp_path / name).write_text(content)
     for given in ([tmp_path], sorted(tmp_path.iterdir())):
-        files = prepare.input_files(given, [*prepare.TEXT_SUFFIXES, ".jsonl"])
-        assert list(prepare.read_documents(files)) == ["a", "b", "c"]
+        files = inputs.input_files(given, [*inputs.TEXT_SUFFIXES, ".jsonl"])
+        assert list(inputs.read_documents(files)) == ["a", "b", "c"]
     (tmp_path / "d.Parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match="pip install pyarrow"):
         prepare_text.main(["--input", str(tmp_path / "d.Parquet"), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-
-
-def test_links_to_folders_are_followed_and_no_folder_is_taken_twice(tmp_path):
-    """Not by links in a circle, nor to what holds the folder; what is there by its own path has that path."""
-    (tmp_path / "above.txt").touch()
-    folder, outside = tmp_path / "in", tmp_path / "outside"
-    for path in (folder / "b" / "own.txt", folder / "z.txt", outside / "x.txt", outside / "deep" / "y.txt"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(path.name)
-    links = "a=b b/c=. b/up=.. above=.. o1=../outside o2=../outside/deep o3=../outside .hidden=../outside"
-    for name, target in (link.split("=") for link in links.split()):
-        (folder / name).symlink_to(target)
-    (outside / "back").symlink_to(folder)
-    (outside / "deep" / "around").symlink_to(outside)
-    taken = prepare.input_files([folder], prepare.TEXT_SUFFIXES)
-    assert [str(path.relative_to(folder)) for path in taken] == ["b/own.txt", "o1/deep/y.txt", "o1/x.txt", "z.txt"]
-
-
-@pytest.mark.parametrize("target", ["gone.txt", "a.txt"])
-def test_a_link_to_nothing_is_named_if_it_would_be_a_text(tmp_path, target):
-    """A link to itself too; a pipe, which would wait for ever, is no file."""
-    (tmp_path / "b.txt").write_text("b")
-    (tmp_path / "a.gz").symlink_to("gone")
-    os.mkfifo(tmp_path / "c.txt")
-    assert prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES) == [tmp_path / "b.txt"]
-    (tmp_path / "a.txt").symlink_to(target)
-    with pytest.raises(UserError, match=f"/a.txt is a link to {target}, which leads to no file; mend or remove the link$"):
-        prepare.input_files([tmp_path], prepare.TEXT_SUFFIXES)
 
 
 @pytest.mark.parametrize("names, told", [
@@ -824,22 +688,3 @@ def test_how_many_files_of_other_kinds_are_left_out_of_folders_is_told(tmp_path,
     prepare_text.main(["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), *BYTES])
     printed = capsys.readouterr().out
     assert printed.startswith(told) and ("left out" in printed) == bool(told)
-
-
-@pytest.mark.parametrize("value, told", [
-    (None, "null"), (True, "a boolean"), (1, "a number"), (0.5, "a number"), (["a"], "an array"), ({"a": 1}, "an object"), (b"a", "bytes"),
-])  # fmt: skip
-def test_what_is_no_text_has_json_s_name(value, told):
-    with pytest.raises(UserError, match=f'^p: field "t" holds {told}, expected text; mend the file$'):
-        prepare.text_field({"t": value}, "t", "p")
-
-
-@pytest.mark.parametrize("rows, told", [
-    (["a", None], 'a.parquet, row 1: field "text" holds null, expected text; write the table again without such rows$'),
-    ([7, 8], 'a.parquet, row 0: field "text" holds a number, expected text; name the one that holds the text with --jsonl-field$'),
-])  # fmt: skip
-def test_rows_without_text_are_told_with_what_can_be_done_about_a_table(tmp_path, rows, told):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=told):
-        list(prepare.read_documents([tmp_path / "a.parquet"]))
