@@ -29,7 +29,7 @@ from llmc.kernels import door
 from llmc.layers.matmul_fp8 import E4M3
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.tuning import FP8_PARTIALS
+from llmc.memory.tuning import ATTENTION_ROWS, FP8_PARTIALS
 from llmc.operations import MATMULS
 from llmc.refusals import FP8_CAPABILITY
 
@@ -50,20 +50,21 @@ PLAIN = (dict(precision="bf16"),)
 
 
 def record_attention(channels):
-    """Launch Triton's attention, which is bf16 only: forward, backward, and of one row. Heads have 64 channels, or at GPT-2 1.5B's width
-    128, the most that it takes."""
+    """Launch Triton's attention, which is bf16 only: forward, backward, and of one row; of T's that its tiles fill, and do not. Heads have
+    64 channels, or at GPT-2 1.5B's width 128, the most that it takes."""
     from llmc.kernels.functions import triton_attention
 
-    HS, T = 128 if channels == 1600 else min(64, channels), 16
+    HS = 128 if channels == 1600 else min(64, channels)
     channels = channels // HS * HS
-    config = replace(SMALL, channels=channels, num_heads=channels // HS)
-    plan = Plan(PlanOptions(config, 1, T, kernels="triton", attention="triton")).tensors
-    scratch = {name: torch.empty(plan[name].shape) for name in ("attention_delta", "attention_sums", "column_partials")}
-    x, qkvr = (torch.empty(1, T, n * channels, dtype=torch.bfloat16) for n in (1, 3))
-    lse, NH, ops = torch.empty(1, config.num_heads, T), config.num_heads, triton_attention()
-    ops["attention_forward"](x, lse, qkvr, NH, scratch)
-    ops["attention_backward"](qkvr, qkvr[0, 0], x, qkvr, x, lse, NH, scratch, accumulate=False)
-    ops["attention_one_row"](x[0, :1], qkvr[0, :1], torch.empty(2, T, channels, dtype=torch.bfloat16), T - 1, NH)
+    config, ops = replace(SMALL, channels=channels, num_heads=channels // HS), triton_attention()
+    for T in (16, ATTENTION_ROWS):
+        plan = Plan(PlanOptions(config, 1, T, kernels="triton", attention="triton")).tensors
+        scratch = {name: torch.empty(plan[name].shape) for name in ("attention_delta", "attention_sums", "column_partials")}
+        x, qkvr = (torch.empty(1, T, n * channels, dtype=torch.bfloat16) for n in (1, 3))
+        lse, NH = torch.empty(1, config.num_heads, T), config.num_heads
+        ops["attention_forward"](x, lse, qkvr, NH, scratch)
+        ops["attention_backward"](qkvr, qkvr[0, 0], x, qkvr, x, lse, NH, scratch, accumulate=False)
+        ops["attention_one_row"](x[0, :1], qkvr[0, :1], torch.empty(2, T, channels, dtype=torch.bfloat16), T - 1, NH)
 
 
 def record_fp8(channels):

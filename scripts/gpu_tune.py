@@ -15,8 +15,8 @@ from scripts.gpu_steps import our_step
 
 # options of a launch, which are given at door.launch, are treated as constants too: of "door" for every kernel, or of a kernel's name for
 # that one
-LAST_FIRST = "last first"  # as if it were an option: a kernel's programs take the rows from the last on
-LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg", LAST_FIRST}
+SOURCE = "source"  # as if it were an option: lines of a kernel's source, and what takes their place
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg", "WHOLE", SOURCE}
 ROWS, PARTIALS = ("door", "ROW_ELEMENTS", (1024, 2048, 4096, 8192, 16384)), ("", "column partials", (128, 256, 512, 1024))
 WARPS, TILE_ROWS, TILE_COLUMNS = ("door", "num_warps", (2, 4, 8, 16, 32)), (4, 8, 16, 32), (128, 256, 512, 1024)
 # operation -> (module of llmc.kernels, constant, values to try)
@@ -90,12 +90,13 @@ class WholeHeads:
 
 
 # for Triton's attention, sets of changes made together: {(module or kernel, constant): value}, the most promising first. The second of
-# two values is for heads of more than 64 channels, which no shape here has. Compiled for sm90, the kernel of keys takes 167 registers, so
-# a multiprocessor has room for three of its programs; with 128, at which its main loop reads one spilled number, for four. The other two
-# kernels have room for four; with 96 registers, at which they spill nothing, and less shared memory for forward, for five
+# two values is for heads of more than 64 channels, which no shape here has. Compiled for sm90, the kernel of keys takes 144 registers, so
+# a multiprocessor has room for three of its programs; with 128, at which its main loop reads three spilled numbers, for four. Forward has
+# room for four; with 96 registers, at which its main loop reads none, and less shared memory, for five. That of queries has room for five
+# since it is not asked whether rows exist
 KEYS, QUERIES, FORWARD = "_attention_backward_keys", "_attention_backward_queries", "_attention_forward"
-MORE_KEYS, MORE_QUERIES = {(KEYS, "maxnreg"): 128}, {(QUERIES, "maxnreg"): 96}
-MORE_FORWARD = {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
+MORE_KEYS, MORE_FORWARD = {(KEYS, "maxnreg"): 128}, {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
+ASKED = {(kernel, "WHOLE"): False for kernel in (KEYS, QUERIES, FORWARD)}
 # Backward by whole heads, with large tiles and with small ones: as many registers as it likes leave room for one program of eight warps, or
 # two of four. With a limit there is room for one more; 14 and 15 numbers are then read back in a turn of its main loop
 HEADS = "_attention_backward_heads"
@@ -103,7 +104,7 @@ LARGE_HEADS, SMALL_HEADS = ({("functions", "attention_backward"): WholeHeads(*ti
 MORE_LARGE_HEADS, MORE_SMALL_HEADS = LARGE_HEADS | {(HEADS, "maxnreg"): 128}, SMALL_HEADS | {(HEADS, "maxnreg"): 168}
 ATTENTION_SWEEP = (
     MORE_LARGE_HEADS, LARGE_HEADS, MORE_SMALL_HEADS, SMALL_HEADS,
-    MORE_KEYS | MORE_QUERIES | MORE_FORWARD, MORE_KEYS, MORE_QUERIES, MORE_FORWARD,
+    ASKED, MORE_KEYS | MORE_FORWARD, MORE_KEYS, MORE_FORWARD,
     *({(kernel, "num_stages"): stages} for kernel in (KEYS, QUERIES, FORWARD) for stages in (2, 4)),
     *({("attention", "FORWARD_KEYS"): (rows, 32)} for rows in (32, 128)),
     *({("attention", "BACKWARD_KEYS"): (rows, 32)} for rows in (64, 128)),
@@ -128,12 +129,27 @@ def tune_attention(run, record):
             table(record, "").append(row)
 
 
-# for whole steps: kernels that begin with what the one before wrote last, which may be in the L2 still, and end with what the next reads
-# first. A kernel measured alone does not show that
+# for whole steps, as a kernel measured alone does not show what others find in the L2: kernels that begin with what the one before wrote
+# last, and end with what the next reads first; and numbers that are not read again soon leaving the L2 before others, those of a row of
+# logits after them, as they are read twice
+LAST_FIRST = (("tl.program_id(0)", "(tl.num_programs(0) - 1 - tl.program_id(0))"),)
+LEAVES, STAYS = ', eviction_policy="evict_first")', ', eviction_policy="evict_last")'
+READ_ONCE = {
+    ("_gelu_forward", SOURCE): (("load(inp + at, at < n)", f"tl.load(inp + at, mask=at < n{LEAVES}.to(tl.float32)"),),
+    ("_layernorm_forward", SOURCE): (("load(residual + at, mask)", f"tl.load(residual + at, mask=mask, other=0.0{LEAVES}.to(tl.float32)"),),
+    ("_classify", SOURCE): (
+        ("tl.load(logits + at + tl.arange(0, COLUMNS))", f"tl.load(logits + at + tl.arange(0, COLUMNS){STAYS}"),
+        ("tl.load(logits + column)", f"tl.load(logits + column{LEAVES}"),
+    ),
+}
+WRITTEN = "narrow(exp(x - largest) * scale, logits.dtype.element_ty)"
+LOGITS_LEAVE = READ_ONCE["_classify", SOURCE] + ((f"{WRITTEN})", f"{WRITTEN}{LEAVES}"),)
 STEP_SWEEP = (
-    ("last rows first", {(kernel, LAST_FIRST): True for kernel in ("_layernorm_forward", "_gelu_forward", "_classify")}),
+    ("last rows first", {(kernel, SOURCE): LAST_FIRST for kernel in ("_layernorm_forward", "_gelu_forward", "_classify")}),
     ("backward by whole heads", MORE_LARGE_HEADS), ("backward by small whole heads", MORE_SMALL_HEADS),
-    ("more programs of attention", MORE_KEYS | MORE_QUERIES | MORE_FORWARD),
+    ("more programs of attention", MORE_KEYS | MORE_FORWARD), ("attention that asks whether rows exist", ASKED),
+    ("what is read once leaves the L2 first", READ_ONCE),
+    ("what is read once, and logits' gradients, leave the L2 first", READ_ONCE | {("_classify", SOURCE): LOGITS_LEAVE}),
 )  # fmt: skip
 
 
@@ -179,8 +195,8 @@ def with_option(launch, owner, name, value):
 
     def launch_with_it(kernel, *args, **options):
         if owner in ("door", kernel.fn.__name__):
-            if name == LAST_FIRST:
-                kernel = last_first(kernel)
+            if name == SOURCE:
+                kernel = rewritten(kernel, value)
             else:
                 options[name] = value
         launch(kernel, *args, **options)
@@ -211,8 +227,12 @@ def constants(room, wanted: dict):
 
 
 @cache
-def last_first(kernel):
-    """The same kernel, but for which program has which rows. One kernel with both orders would have a parameter that nothing sets."""
-    reverse = type(kernel)(kernel.fn)
-    reverse._unsafe_update_src(kernel.src.replace("tl.program_id(0)", "(tl.num_programs(0) - 1 - tl.program_id(0))"))
-    return reverse
+def rewritten(kernel, changes):
+    """The same kernel, but for these (text, new text) of its source. In the kernel itself each would be a parameter that nothing sets."""
+    source, other = kernel.src, type(kernel)(kernel.fn)
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"{kernel.fn.__name__} has {source.count(old)} times, expected once: {old}")
+        source = source.replace(old, new)
+    other._unsafe_update_src(source)
+    return other

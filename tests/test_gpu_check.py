@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count, cycle
 from pathlib import Path
@@ -408,6 +409,7 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     monkeypatch.setattr(door, "launch", launch)
     monkeypatch.setattr(gpu_tune, "measure", lambda run, *calls: ([call() for call in calls], 0.0))
     run.cuda, run.no_triton, run.args.tune = True, "", []
+    run.sizes = replace(run.sizes, attention=((1, 1, 256, 64),))  # which all tiles fill
     gpu_tune.tune_attention(run, record)
     assert not record["errors"] and not record["not_run"]
     changes = [row["changed"] for row in record["tables"][""]]
@@ -415,8 +417,10 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     of, launched = {change: by_row[i] for i, change in enumerate(changes)}, [launch for row in by_row.values() for launch in row]
     limited = {change: {(name, o["maxnreg"]) for name, o in of[change] if "maxnreg" in o} for change in changes}
     assert limited["nothing"] == limited["attention FORWARD_KEYS (32, 32)"] == set()
-    [all_three] = (change for change in changes if len(limited[change]) > 1)
-    assert limited[all_three] == {(FORWARD, 96), (QUERIES, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
+    [both] = (change for change in changes if len(limited[change]) > 1)
+    assert limited[both] == {(FORWARD, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
+    asked = {change: {name for name, options in of[change] if not options.get("WHOLE", True)} for change in changes}
+    assert {change: names for change, names in asked.items() if names} == {changes[5]: {FORWARD, QUERIES, KEYS}}
     whole = {change: {name for name, _ in of[change] if "backward" in name} for change in changes}
     assert [whole[change] for change in changes[1:5]] == 4 * [{HEADS}] and {HEADS} not in [whole["nothing"], whole[changes[5]]]
     assert limited[changes[1]] == {(HEADS, 128)} and limited[changes[2]] == set()
@@ -431,7 +435,7 @@ def test_whole_steps_are_measured_with_each_change_beside_the_step_as_it_is(run,
     from llmc.kernels import door
     from scripts import gpu_heads
 
-    launched, real, record, last_first = set(), door.launch, new_record(""), set()
+    launched, real, record, rewritten = set(), door.launch, new_record(""), set()
 
     def launch(kernel, *args, **options):
         launched.add((kernel.fn.__name__, options.pop("maxnreg", None)))
@@ -441,16 +445,16 @@ def test_whole_steps_are_measured_with_each_change_beside_the_step_as_it_is(run,
         found = {}
         for name, step in steps.items():
             launched.clear()
-            last_first.clear()
+            rewritten.clear()
             found[name] = (1.0, 0.0, step())
             named = {"_layernorm_forward", "_gelu_forward", "_classify"} if (name, what) == ("changed", "last rows first") else set()
-            assert last_first == named
+            assert rewritten == named
             assert ((HEADS, 128) in launched) == ((name, what) == ("changed", "backward by whole heads"))
         return found
 
     little_to_interpret(monkeypatch)
     monkeypatch.setattr(door, "launch", launch)
-    monkeypatch.setattr(gpu_tune, "last_first", lambda kernel: last_first.add(kernel.fn.__name__) or kernel)
+    monkeypatch.setattr(gpu_tune, "rewritten", lambda kernel, changes: rewritten.add(kernel.fn.__name__) or kernel)
     monkeypatch.setattr(gpu_tune, "measure_steps_in_turn", in_turn)
     run.no_triton, run.kernels = "", "triton"
     monkeypatch.setattr(run, "options", partial(run.options, attention="triton"))

@@ -50,7 +50,9 @@ def ours(request):
 
 
 # one token, nothing that divides anything, heads of a card's usual sizes, several tiles with a rest, tiles that T is a multiple of
-SHAPES = [(1, 1, 1, 1), (3, 7, 15, 5), (2, 67, 80, 1), (1, 130, 128, 2), (1, 256, 64, 1), (1, 300, 24, 2), (1, 140, 128, 1)]  # B, T, C, NH
+SHAPES = [  # B, T, C, NH
+    (1, 1, 1, 1), (3, 7, 15, 5), (2, 67, 80, 1), (1, 130, 128, 2), (1, 256, 64, 1), (1, 96, 64, 1), (1, 300, 24, 2), (1, 140, 128, 1),
+]  # fmt: skip
 
 
 @dtypes
@@ -85,6 +87,32 @@ def test_backward_by_whole_heads_gives_the_gradients_whatever_its_room_held(ours
 
     ours.backward = kept
     judge_attention(ours, B, T, C, NH, dtype, accumulate=True)
+    assert all(same_bits(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("T, whole", [(128, True), (96, False), (65, False)])
+def test_where_tiles_fill_the_sequences_nobody_asks_whether_a_row_exists_and_the_bits_are_the_same(ours, T, whole):
+    """96 positions fill tiles of 32 rows and none of 64."""
+    from llmc.kernels import door
+
+    B, C, NH, launch, results = 2, 64, 1, door.launch, []
+    qkvr, datty = noise(B, T, 3 * C, dtype=BF16, seed=1), noise(B, T, C, dtype=BF16, seed=2)
+    for asked in (False, True):
+        chosen = []
+
+        def launch_it(kernel, *args, asked=asked, chosen=chosen, **options):
+            if "WHOLE" in options:
+                chosen.append(options["WHOLE"])
+                options["WHOLE"] &= not asked
+            launch(kernel, *args, **options)
+
+        atty, dqkvr, dbias = (unwritten(*shape, dtype=BF16) for shape in ((B, T, C), (B, T, 3 * C), (3 * C,)))
+        lse, scratch = unwritten(B, NH, T), room(B, T, C, NH, BF16)
+        with door.launched_by(launch_it):
+            ours.forward(atty, lse, qkvr, NH, scratch)
+            ours.backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, accumulate=False)
+        assert chosen == 3 * [whole]
+        results.append((atty, lse, dqkvr, dbias))
     assert all(same_bits(a, b) for a, b in zip(*results))
 
 

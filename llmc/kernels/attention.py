@@ -37,14 +37,31 @@ def _head_of_program(blocks, NH, HS):
 
 
 @jit
-def _rows(place, row, stride, column, n_rows, HS: tl.constexpr):
-    """Load rows of a head; they are zero beyond the last row and beyond its HS channels."""
-    return tl.load(place + row[:, None] * stride + column[None, :], mask=_there(row, column, n_rows, HS), other=0.0)
+def _rows(place, row, stride, column, end, HS: tl.constexpr):
+    """Load rows of a head; they are zero from row `end` on, where that is not None, and beyond its HS channels."""
+    at = place + row[:, None] * stride + column[None, :]
+    if end is None and HS == column.shape[0]:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=_there(row, column, end, HS), other=0.0)
 
 
 @jit
-def _there(row, column, n_rows, HS: tl.constexpr):
-    return (row < n_rows)[:, None] & (column < HS)[None, :]
+def _there(row, column, end, HS: tl.constexpr):
+    """Which elements exist of rows that end before `end`, or all exist if that is None."""
+    there = (column < HS)[None, :]
+    if end is not None:
+        there = (row < end)[:, None] & there
+    return there
+
+
+@jit
+def _numbers(place, row, end):
+    """Load a number for each row; it is zero from row `end` on, where that is not None."""
+    if end is None:
+        return tl.load(place + row)
+    else:
+        return tl.load(place + row, mask=row < end, other=0.0)
 
 
 @jit
@@ -78,7 +95,7 @@ def _powers(scores, scale, top):
 
 @jit
 def _attend(
-    sums, highest, total, q, k, v, first_key, stride, column, position, T, scale,
+    sums, highest, total, q, k, v, first_key, stride, column, position, end, scale,
     HS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """Add one more tile of keys to the running sums. If it HIDES, not all queries see all of them.
@@ -87,12 +104,12 @@ def _attend(
     highest  (ROWS,)           the largest scale * score so far
     """
     key = first_key + tl.arange(0, KEYS)
-    scores = _multiply(q, tl.trans(_rows(k, key, stride, column, T, HS)))
+    scores = _multiply(q, tl.trans(_rows(k, key, stride, column, end, HS)))
     if HIDES:
         scores = tl.where(position[:, None] >= key[None, :], scores, float("-inf"))
     top = tl.maximum(highest, tl.max(scores, 1) * scale)
     powers, shrink = _powers(scores, scale, top[:, None]), tl.exp2(highest - top)
-    values = _rows(v, key, stride, column, T, HS)
+    values = _rows(v, key, stride, column, end, HS)
     sums = _add_product(sums * shrink[:, None], narrow(powers, values.dtype), values)
     return sums, top, total * shrink + tl.sum(powers, 1)
 
@@ -100,28 +117,29 @@ def _attend(
 @jit(do_not_specialize=["T", "first"])  # they differ for every token of a sample
 def _attention_forward(
     atty, lse, q, k, v, T, first, NH, C, q_stride, stride, scale,
-    HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEEPS: tl.constexpr,
+    HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEEPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Queries from position `first` on, the first row of q, atty and lse, attend to T keys. lse is written only if it KEEPS that."""
     n_rows = T - first
+    end_of_rows, end = None if WHOLE else n_rows, None if WHOLE else T
     blocks = tl.cdiv(n_rows, ROWS)
     head, sequence, channel = _head_of_program(blocks, NH, HS)
     block = blocks - 1 - tl.program_id(0) % blocks  # those that see most keys begin first
     row, column, start = block * ROWS + tl.arange(0, ROWS), tl.arange(0, CHANNELS), first + block * ROWS
     position = first + row
-    q = _rows(q + sequence * n_rows * q_stride + channel, row, q_stride, column, n_rows, HS)
+    q = _rows(q + sequence * n_rows * q_stride + channel, row, q_stride, column, end_of_rows, HS)
     k += sequence * T * stride + channel
     v += sequence * T * stride + channel
     sums = tl.zeros((ROWS, CHANNELS), tl.float32)
     highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     seen_by_all = (start + 1) // KEYS * KEYS
     for key in range(0, seen_by_all, KEYS):
-        sums, highest, total = _attend(sums, highest, total, q, k, v, key, stride, column, position, T, scale, HS, KEYS, False)
+        sums, highest, total = _attend(sums, highest, total, q, k, v, key, stride, column, position, end, scale, HS, KEYS, False)
     for key in range(seen_by_all, tl.minimum(start + ROWS, T), KEYS):
-        sums, highest, total = _attend(sums, highest, total, q, k, v, key, stride, column, position, T, scale, HS, KEYS, True)
+        sums, highest, total = _attend(sums, highest, total, q, k, v, key, stride, column, position, end, scale, HS, KEYS, True)
     out = narrow(sums * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), total)[:, None], atty.dtype.element_ty)
     at = sequence * n_rows * C + channel + row[:, None] * C + column[None, :]
-    tl.store(atty + at, out, mask=_there(row, column, n_rows, HS))
+    tl.store(atty + at, out, mask=_there(row, column, end_of_rows, HS))
     if KEEPS:
         tl.store(lse + head * n_rows + row, highest + tl.log2(total), mask=row < n_rows)
 
@@ -132,12 +150,12 @@ def _attention_forward(
 
 @jit
 def _add_dq(
-    dq, q, do, k, v, lse, delta, first_key, stride, column, position, T, scale,
+    dq, q, do, k, v, lse, delta, first_key, stride, column, position, end, scale,
     HS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """dq plus its sum over one tile of keys."""
     key = first_key + tl.arange(0, KEYS)
-    keys, values = _rows(k, key, stride, column, T, HS), _rows(v, key, stride, column, T, HS)
+    keys, values = _rows(k, key, stride, column, end, HS), _rows(v, key, stride, column, end, HS)
     p = _powers(_multiply(q, tl.trans(keys)), scale, lse[:, None])
     ds = p * (_multiply(do, tl.trans(values)) - delta[:, None])
     if HIDES:
@@ -147,13 +165,13 @@ def _add_dq(
 
 @jit
 def _tile_of_queries(
-    k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
+    k, v, q, do, lse, delta, first_query, stride, C, column, position, end, scale,
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """(q, do, p, ds) of one tile of queries for a tile of keys. Rows beyond T are zeros and add nothing to what is made of them."""
+    """(q, do, p, ds) of one tile of queries for a tile of keys. Rows beyond end are zeros and add nothing to what is made of them."""
     query = first_query + tl.arange(0, QUERIES)
-    q, do = _rows(q, query, stride, column, T, HS), _rows(do, query, C, column, T, HS)
-    lse, delta = tl.load(lse + query, mask=query < T, other=0.0), tl.load(delta + query, mask=query < T, other=0.0)
+    q, do = _rows(q, query, stride, column, end, HS), _rows(do, query, C, column, end, HS)
+    lse, delta = _numbers(lse, query, end), _numbers(delta, query, end)
     p = _powers(_multiply(k, tl.trans(q)), scale, lse[None, :])
     ds = p * (_multiply(v, tl.trans(do)) - delta[None, :])
     if HIDES:
@@ -164,18 +182,18 @@ def _tile_of_queries(
 
 @jit
 def _add_dk_dv(
-    dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
+    dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, end, scale,
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv plus their sums over one tile of queries."""
-    q, do, p, ds = _tile_of_queries(k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale, HS, QUERIES, HIDES)
+    q, do, p, ds = _tile_of_queries(k, v, q, do, lse, delta, first_query, stride, C, column, position, end, scale, HS, QUERIES, HIDES)
     return _add_product(dk, narrow(ds, q.dtype), q), _add_product(dv, narrow(p, do.dtype), do)
 
 
 @jit
-def _write_gradient(place, sums, gradient, row, stride, column, T, HS: tl.constexpr):
+def _write_gradient(place, sums, gradient, row, stride, column, end, HS: tl.constexpr):
     """Write rows of dq, dk or dv, and the sum over these rows before rounding."""
-    there = _there(row, column, T, HS)
+    there = _there(row, column, end, HS)
     tl.store(place + row[:, None] * stride + column[None, :], narrow(gradient, place.dtype.element_ty), mask=there)
     tl.store(sums + column, sum_over_rows(tl.where(there, gradient, 0.0)), mask=column < HS)
 
@@ -183,70 +201,77 @@ def _write_gradient(place, sums, gradient, row, stride, column, T, HS: tl.conste
 @jit
 def _attention_backward_queries(
     dqkvr, sums, delta, datty, atty, lse, qkvr, T, NH, C, scale, root,
-    HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of queries; and delta, the sum over channels of datty * atty, for the next kernel."""
-    blocks, stride = tl.cdiv(T, ROWS), 3 * C
+    blocks, stride, end = tl.cdiv(T, ROWS), 3 * C, None if WHOLE else T
     head, sequence, channel = _head_of_program(blocks, NH, HS)
     block = blocks - 1 - tl.program_id(0) % blocks
     row, column, start = block * ROWS + tl.arange(0, ROWS), tl.arange(0, CHANNELS), block * ROWS
     at, out_at, of_row = sequence * T * stride + channel, sequence * T * C + channel, head * T + row
-    q, do = _rows(qkvr + at, row, stride, column, T, HS), _rows(datty + out_at, row, C, column, T, HS)
-    d = tl.sum(widen(do) * widen(_rows(atty + out_at, row, C, column, T, HS)), 1)
+    q, do = _rows(qkvr + at, row, stride, column, end, HS), _rows(datty + out_at, row, C, column, end, HS)
+    d = tl.sum(widen(do) * widen(_rows(atty + out_at, row, C, column, end, HS)), 1)
     tl.store(delta + of_row, d, mask=row < T)
-    log_sum = tl.load(lse + of_row, mask=row < T, other=0.0)
+    log_sum = _numbers(lse + head * T, row, end)
     k, v, dq = qkvr + at + C, qkvr + at + 2 * C, tl.zeros((ROWS, CHANNELS), tl.float32)
     seen_by_all = (start + 1) // KEYS * KEYS
     for key in range(0, seen_by_all, KEYS):
-        dq = _add_dq(dq, q, do, k, v, log_sum, d, key, stride, column, row, T, scale, HS, KEYS, False)
+        dq = _add_dq(dq, q, do, k, v, log_sum, d, key, stride, column, row, end, scale, HS, KEYS, False)
     for key in range(seen_by_all, tl.minimum(start + ROWS, T), KEYS):
-        dq = _add_dq(dq, q, do, k, v, log_sum, d, key, stride, column, row, T, scale, HS, KEYS, True)
+        dq = _add_dq(dq, q, do, k, v, log_sum, d, key, stride, column, row, end, scale, HS, KEYS, True)
     sums += (sequence * blocks + block) * stride + channel
-    _write_gradient(dqkvr + at, sums, dq * root, row, stride, column, T, HS)
+    _write_gradient(dqkvr + at, sums, dq * root, row, stride, column, end, HS)
 
 
 @jit
 def _attention_backward_keys(
     dqkvr, sums, delta, datty, lse, qkvr, T, NH, C, scale, root,
-    HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    HS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys."""
-    blocks, stride = tl.cdiv(T, ROWS), 3 * C
+    blocks, stride, end = tl.cdiv(T, ROWS), 3 * C, None if WHOLE else T
     head, sequence, channel = _head_of_program(blocks, NH, HS)
     block = tl.program_id(0) % blocks
     row, column, start = block * ROWS + tl.arange(0, ROWS), tl.arange(0, CHANNELS), block * ROWS
     at = sequence * T * stride + channel
-    k, v = _rows(qkvr + at + C, row, stride, column, T, HS), _rows(qkvr + at + 2 * C, row, stride, column, T, HS)
+    k, v = _rows(qkvr + at + C, row, stride, column, end, HS), _rows(qkvr + at + 2 * C, row, stride, column, end, HS)
     q, do = qkvr + at, datty + sequence * T * C + channel
     lse += head * T
     delta += head * T
     dk, dv = tl.zeros((ROWS, CHANNELS), tl.float32), tl.zeros((ROWS, CHANNELS), tl.float32)
     for query in range(start, tl.minimum(start + ROWS, T), QUERIES):
-        dk, dv = _add_dk_dv(dk, dv, k, v, q, do, lse, delta, query, stride, C, column, row, T, scale, HS, QUERIES, True)
+        dk, dv = _add_dk_dv(dk, dv, k, v, q, do, lse, delta, query, stride, C, column, row, end, scale, HS, QUERIES, True)
     for query in range(start + ROWS, T, QUERIES):
-        dk, dv = _add_dk_dv(dk, dv, k, v, q, do, lse, delta, query, stride, C, column, row, T, scale, HS, QUERIES, False)
+        dk, dv = _add_dk_dv(dk, dv, k, v, q, do, lse, delta, query, stride, C, column, row, end, scale, HS, QUERIES, False)
     sums += (sequence * blocks + block) * stride + channel
-    _write_gradient(dqkvr + at + C, sums + C, dk * root, row, stride, column, T, HS)
-    _write_gradient(dqkvr + at + 2 * C, sums + 2 * C, dv, row, stride, column, T, HS)
+    _write_gradient(dqkvr + at + C, sums + C, dk * root, row, stride, column, end, HS)
+    _write_gradient(dqkvr + at + 2 * C, sums + 2 * C, dv, row, stride, column, end, HS)
 
 
 # ----------------------------------------------------------------------------
 # launchers
 
 
-def _tiles(HS) -> dict:
-    """The constants of a launch for heads of HS channels."""
+def _tiles(HS, met, *lengths) -> dict:
+    """The constants of a launch for heads of HS channels, where a tile meets others of `met` rows.
+
+    If tiles fill each of these lengths, it is WHOLE: no load asks whether a row exists. For 64 channels, compiled for sm90, that leaves
+    out 5 to 8% of the main loops' instructions, and the kernel of queries takes 95 registers instead of 114, so five of its programs fit
+    a multiprocessor, not four. For 128 channels it would take 133 instead of 127, and one would fit, not two.
+    """
     channels = max(16, next_power_of_2(HS))  # a product of tiles takes no fewer
-    return dict(HS=HS, CHANNELS=channels, ROWS=ATTENTION_ROWS, num_warps=WARPS[HS > 64])
+    whole = HS <= 64 and not any(length % max(met, ATTENTION_ROWS) for length in lengths)
+    return dict(HS=HS, CHANNELS=channels, ROWS=ATTENTION_ROWS, WHOLE=whole, num_warps=WARPS[HS > 64])
 
 
 def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
     """Launch forward; lse is None where it is not needed."""
     C = atty.shape[-1]
+    HS, keys = C // NH, FORWARD_KEYS[C // NH > 64]
     door.launch(
         _attention_forward, (B * NH * cdiv(T - first, ATTENTION_ROWS),),
-        atty, atty if lse is None else lse, q, k, v, T, first, NH, C, q_stride, stride,
-        log2(e) / sqrt(C // NH), KEYS=FORWARD_KEYS[C // NH > 64], KEEPS=lse is not None, **_tiles(C // NH),
+        atty, atty if lse is None else lse, q, k, v, T, first, NH, C, q_stride, stride, log2(e) / sqrt(HS),
+        KEYS=keys, KEEPS=lse is not None, **_tiles(HS, keys, first, T),
     )  # fmt: skip
 
 
@@ -261,12 +286,13 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
     """Scratch: attention_delta (B, NH, T), attention_sums (B, tiles of T, 3C), and column_partials (P, >= 3C), fp32."""
     B, T, C = datty.shape
     delta, sums, HS = scratch["attention_delta"], scratch["attention_sums"], C // NH
-    grid, numbers, large = (B * NH * cdiv(T, ATTENTION_ROWS),), (T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS)), HS > 64
+    grid, numbers = (B * NH * cdiv(T, ATTENTION_ROWS),), (T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS))
+    keys, queries = BACKWARD_KEYS[HS > 64], BACKWARD_QUERIES[HS > 64]
     door.launch(
-        _attention_backward_queries, grid, dqkvr, sums, delta, datty, atty, lse, qkvr, *numbers, KEYS=BACKWARD_KEYS[large], **_tiles(HS)
+        _attention_backward_queries, grid, dqkvr, sums, delta, datty, atty, lse, qkvr, *numbers, KEYS=keys, **_tiles(HS, keys, T)
     )  # fmt: skip
     door.launch(
-        _attention_backward_keys, grid, dqkvr, sums, delta, datty, lse, qkvr, *numbers, QUERIES=BACKWARD_QUERIES[large], **_tiles(HS)
+        _attention_backward_keys, grid, dqkvr, sums, delta, datty, lse, qkvr, *numbers, QUERIES=queries, **_tiles(HS, queries, T)
     )  # fmt: skip
     matmul_dbias(dbias, sums, scratch, accumulate=accumulate)
 
