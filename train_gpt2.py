@@ -4,20 +4,16 @@
     python train_gpt2.py --help
 
 The program, top to bottom: opening what the flags ask for, building it, the loop, what is due between steps, how a run is stopped.
-What it uses:
+What it uses of llmc/, where each package names its modules in its first lines:
 
-what is asked llmc/: flags, source (the model), request (the plan, and what auto decides), refusals, agreement (of all ranks), config,
-              preamble, backend, processor, host, cores, cards
-the model     llmc/: gpt2 (stages over named views, forward and backward), operations, graphs, rehearsal
-layers        llmc/layers/: encoder layernorm linear matmul matmul_fp8 gelu attention attention_cpu residual fused_classifier global_norm
-              adamw rounding rows
-kernels       llmc/kernels/, llmc/kernels_cpu/: the same in one pass each, in Triton for a GPU and in numba for a CPU;
-              llmc/staging.py: what both read from the plan's memory
-memory        llmc/memory/: tables, options, tuning, rooms, ladder, activations, placement, plan; layout, slots, arena, offload;
-              cost, traffic, choose, report, traffic_report, record
-several ranks llmc/distributed/: place, signpost, rendezvous, network, watch, verdict; gloo, group, sharing, tensor_parallel
-host side     llmc/: data/, checkpoint/, schedulers, outlier, clock, sampler, logger, mfu, gpu_info, rand, files, interrupt, errors, units,
-              text_table
+what is asked  flags, source (the model), request (the plan, and what auto decides), refusals, agreement (of all ranks), config, preamble,
+               backend, processor, host, spinning, cards
+the plan       memory/
+the model      gpt2 (stages over named views, forward and backward), operations (which functions run), graphs, rehearsal
+its functions  layers/ in torch, kernels/ in Triton, kernels_cpu/ in numba; staging (what kernels read from the plan's memory)
+several ranks  distributed/
+files          data/, checkpoint/, files
+beside a step  schedulers, outlier, clock, sampler, logger, mfu, gpu_info, rand, interrupt, errors, units, text_table
 """
 
 import io
@@ -42,11 +38,10 @@ from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.store import extra_path, first_without_room, held_folder, steps_done
 from llmc.clock import StepClock
-from llmc.cores import sleep_soon_where_busy
-from llmc.distributed import (
+from llmc.distributed.place import find_place
+from llmc.distributed.world import (
     World, bound_note, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
-from llmc.distributed.place import find_place
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, Interrupted, NotEnoughMemory, RankLost, UserError, end_with,
     fill_closed_streams, is_out_of_memory, leave, tell, tell_lost_output,
@@ -55,7 +50,7 @@ from llmc.files import fingerprint
 from llmc.flags import Settings, check_contradictions, format_help, parse
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
-from llmc.kernels_cpu import told_when_compiling
+from llmc.kernels_cpu.notice import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.plan import Plan
 from llmc.memory.record import MemoryRecord
@@ -73,6 +68,7 @@ from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
 from llmc.request import data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
 from llmc.schedulers import learning_rate
 from llmc.source import Source, choose_precision, look_only, open_source
+from llmc.spinning import sleep_soon_where_busy
 from llmc.units import MIB, ceil_mib
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from llmc import __version__
-from llmc.distributed import World, different_from_first, smallest
+from llmc.distributed.world import World, different_from_first, smallest
 from llmc.errors import RankLost, UserError
 from llmc.flags import FLAGS, Settings
 from llmc.source import Source, sizes_in_words

@@ -23,7 +23,7 @@ from llmc.memory.ladder import passes
 from llmc.memory.layout import flat_layout, gradient_groups
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import Plan
-from llmc.memory.rooms import classifier_rows, head_sums
+from llmc.memory.scratch_sizes import classifier_rows, head_sums
 from llmc.memory.slots import layer_slot
 from llmc.memory.tables import BLOCK_ACTIVATIONS, FORWARD_STAGES, PARAMETERS
 from llmc.memory.tuning import HEAD_GROUP, TUNING

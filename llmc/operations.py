@@ -3,11 +3,11 @@
 from functools import partial
 from types import SimpleNamespace
 
-from llmc.layers import cpu_attention, in_halves, torch_operations
+from llmc.layers.functions import cpu_attention, in_halves, torch_operations
 
 
 def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
-    """The functions that a model runs, under their names: torch's operations, or Triton's or numba's kernels. What llmc.layers.in_halves
+    """The functions that a model runs, under their names: torch's operations, or Triton's or numba's kernels. What in_halves
     splits is there as its two halves.
 
     matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
@@ -40,7 +40,7 @@ def attention_operations(kind: str, kernels: str, functions: dict) -> dict:
         from llmc.kernels.functions import triton_attention
 
         return triton_attention()
-    from llmc.layers.attention import library_attention
+    from llmc.layers.attention_library import library_attention
 
     return library_attention(kind, functions["pack_gradients"])
 

@@ -10,7 +10,7 @@ from llmc.flags import FLAGS, Settings
 from llmc.logger import LOG_NAME, VALUE_WIDTH, is_of_training, old_name, table_row, table_rule
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.rooms import head_chunk_rows
+from llmc.memory.scratch_sizes import head_chunk_rows
 from llmc.memory.tables import num_parameters
 from llmc.units import MIB
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmc.config import ModelConfig
 from llmc.gpt2 import GPT2
-from llmc.kernels_cpu import beside, door
+from llmc.kernels_cpu import compile_processes, door
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 
@@ -30,7 +30,7 @@ def _compile(options):
     if door.threads() > 1:
         with door.noted() as calls:
             rehearse(options)
-        beside.compile_beside(calls, door.threads())
+        compile_processes.compile_beside(calls, door.threads())
     rehearse(options)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from llmc.cards import RESERVE, Budget, Device, parse_budget
 from llmc.config import ModelConfig
-from llmc.distributed import World, smallest
+from llmc.distributed.world import World, smallest
 from llmc.errors import UserError
 from llmc.flags import BY_NAME, Settings, check_contradictions
 from llmc.host import available_host_bytes
@@ -20,7 +20,7 @@ from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import does_not_fit, plan_json, plan_table, tensor_rows, tensors_table, ways_text
-from llmc.memory.rooms import widens
+from llmc.memory.scratch_sizes import widens
 from llmc.memory.traffic import Network
 from llmc.processor import factor_type, likely_device_kind, matmul_kind
 from llmc.refusals import check_attention, check_forms, check_fp8, check_parts, check_shares, check_sizes

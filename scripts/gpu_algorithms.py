@@ -9,7 +9,7 @@ import torch
 
 from llmc.kernels.cublaslt import OP_N, OP_T, ChosenMatmul, CublasLt
 from llmc.layers.matmul import matmul_dinput, matmul_dweight, matmul_forward
-from llmc.memory.rooms import head_chunk_rows
+from llmc.memory.scratch_sizes import head_chunk_rows
 from llmc.memory.tuning import MATMUL_WORKSPACE
 from llmc.operations import operations
 from scripts.gpu_common import (

@@ -30,7 +30,7 @@ import torch
 from llmc.backend import open_backend
 from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
-from llmc.memory import rooms
+from llmc.memory import scratch_sizes
 from llmc.memory.options import PlanOptions
 from scripts import gpu_algorithms, gpu_compared, gpu_fp8, gpu_goals, gpu_kernels, gpu_llmc, gpu_steps, gpu_tune
 from scripts.gpu_common import BF16, DRY, FULL, REPO, Skip, cause_of, device_is_lost, free_memory, last_lines, new_record
@@ -258,8 +258,8 @@ def prepare(argv) -> Run:
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so it is set before anything imports them
         for name in ("COLUMN_PARTIALS", "NORM_PARTIALS"):  # each of these partial sums is a program to interpret
-            assert hasattr(rooms, name), name
-            setattr(rooms, name, 4)
+            assert hasattr(scratch_sizes, name), name
+            setattr(scratch_sizes, name, 4)
         if not args.dry_run:
             print("no CUDA device here, so this is a dry run: tiny sizes on the CPU, and numbers that mean nothing about a GPU")
     backend = open_backend("cpu" if dry else "cuda", 0, True)

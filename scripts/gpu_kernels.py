@@ -16,7 +16,7 @@ from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.layout import flat_layout
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.rooms import classifier_rows, head_chunk_rows
+from llmc.memory.scratch_sizes import classifier_rows, head_chunk_rows
 from llmc.memory.tables import num_parameters
 from llmc.memory.tuning import MATMUL_WORKSPACE, TUNING
 from llmc.operations import fp8_operand_of, operations

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from llmc.memory.rooms import head_chunk_rows
+from llmc.memory.scratch_sizes import head_chunk_rows
 from scripts.gpu_common import Skip, attempt, free_memory, measure, table, while_time
 from scripts.gpu_compared import measure_steps_in_turn
 from scripts.gpu_kernels import KERNELS, STAGED, Attention, Room, evaluate, letters

@@ -39,9 +39,9 @@ def quick_interpreter(monkeypatch):
 def little_to_interpret(monkeypatch, elements=2048):
     """What a card works on side by side, the interpreter does one after the other: few partial sums, whose bits differ so; pieces of the
     update of so many `elements`, each in one turn; and no row of the embeddings' gradient fetched that is then left out."""
-    monkeypatch.setattr("llmc.memory.rooms.COLUMN_PARTIALS", 2)
-    monkeypatch.setattr("llmc.memory.rooms.NORM_PARTIALS", 4)
-    monkeypatch.setattr("llmc.memory.rooms.FP8_PARTIALS", 2)
+    monkeypatch.setattr("llmc.memory.scratch_sizes.COLUMN_PARTIALS", 2)
+    monkeypatch.setattr("llmc.memory.scratch_sizes.NORM_PARTIALS", 4)
+    monkeypatch.setattr("llmc.memory.scratch_sizes.FP8_PARTIALS", 2)
     if not torch.cuda.is_available():
         for name in ("adamw.CHUNK", "adamw.ELEMENTS"):
             monkeypatch.setattr(f"llmc.kernels.{name}", elements)

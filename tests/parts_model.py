@@ -8,10 +8,10 @@ import torch.distributed as dist
 from ranks_model import MOST_RANKS, answer, meet, raw
 
 from llmc.config import ModelConfig
-from llmc.distributed import World
 from llmc.distributed.group import Group, split_world
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, Undivided
+from llmc.distributed.world import World
 from llmc.gpt2 import GPT2
 from llmc.memory.layout import flat_layout, runs
 from llmc.memory.options import PlanOptions

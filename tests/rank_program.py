@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 
-from llmc.distributed import close_world, connect_world, meet_world, prepare_torch, told
 from llmc.distributed.place import find_place
+from llmc.distributed.world import close_world, connect_world, meet_world, prepare_torch, told
 from llmc.errors import RankLost, UserError
 from llmc.flags import parse
 

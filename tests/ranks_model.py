@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from llmc.config import ModelConfig
-from llmc.distributed import World
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Undivided
+from llmc.distributed.world import World
 from llmc.gpt2 import GPT2
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llmc.distributed import World
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Done, Group, split_world
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, Undivided
+from llmc.distributed.world import World
 from llmc.gpt2 import GPT2
 from llmc.memory.plan import Plan
 

@@ -15,7 +15,7 @@ from test_loop import QUIET, inputs, losses, ran, run, words_of
 
 from llmc.cards import RESERVE
 from llmc.config import ModelConfig, config_from_descriptor
-from llmc.distributed import World
+from llmc.distributed.world import World
 from llmc.errors import NotEnoughMemory
 from llmc.flags import parse
 from llmc.host import available_host_bytes, total_host_bytes

@@ -18,7 +18,7 @@ from llmc.backend import open_backend
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
-from llmc.layers.attention import attention_one_row, library_forward, library_gradients, pack_gradients
+from llmc.layers.attention_library import attention_one_row, library_forward, library_gradients, pack_gradients
 from llmc.layers.matmul import matmul_dinput, matmul_dweight
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -244,10 +245,13 @@ def test_readme_lists_the_exit_codes():
     assert {int(code): meaning.replace("`", "") for code, meaning in rows} == EXIT_CODES
 
 
-def test_the_program_s_first_lines_name_every_module():
-    guide = train_gpt2.__doc__.partition("What it uses")[2]
-    modules = {path.stem for folder in ("", "layers", "memory", "distributed") for path in (REPO / "llmc" / folder).glob("*.py")}
-    assert {name for name in modules - {"__init__"} if not re.search(rf"\b{name}\b", guide)} == set()
+def test_the_program_s_first_lines_name_every_module_and_those_of_a_package_its_own():
+    packages = sorted(path.parent.name for path in (REPO / "llmc").glob("*/__init__.py"))
+    assert len(packages) == 7
+    guides = {"": train_gpt2.__doc__.partition("What it uses")[2]} | {name: import_module(f"llmc.{name}").__doc__ for name in packages}
+    for folder, guide in guides.items():
+        modules = {path.stem for path in (REPO / "llmc" / folder).glob("*.py")} - {"__init__"} | (set() if folder else set(packages))
+        assert {name for name in modules if not re.search(rf"\b{name}\b", guide)} == set(), folder
 
 
 def test_readme_lists_the_flags_of_the_table():

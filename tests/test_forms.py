@@ -34,7 +34,7 @@ from llmc.memory.arena import allocate
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.rooms import head_sums
+from llmc.memory.scratch_sizes import head_sums
 from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.memory.tuning import HEAD_GROUP
 from llmc.rand import XorShift

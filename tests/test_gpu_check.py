@@ -30,9 +30,9 @@ from scripts import gpu_algorithms, gpu_check, gpu_common, gpu_compared, gpu_fp8
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
 from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
-from scripts.gpu_tune import FORWARD, HEADS, KEYS, QUERIES
 from scripts.gpu_report import DRY_NOTICE
 from scripts.gpu_steps import EAGER, our_kernels, our_step, pytest_outputs, report_tests
+from scripts.gpu_tune import FORWARD, HEADS, KEYS, QUERIES
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -611,8 +611,8 @@ def test_every_kind_of_attention_is_measured_and_whether_it_repeats_its_bits(run
         return [heads] * 3
 
     copied = lambda atty, lse, qkvr, NH, kind: atty.copy_(qkvr[..., : atty.shape[2]])  # noqa: E731
-    monkeypatch.setattr("llmc.layers.attention.library_forward", copied)
-    monkeypatch.setattr("llmc.layers.attention.library_gradients", gradients)
+    monkeypatch.setattr("llmc.layers.attention_library.library_forward", copied)
+    monkeypatch.setattr("llmc.layers.attention_library.library_gradients", gradients)
     with pytest.raises(Skip, match="no CUDA device"):
         gpu_kernels.attention(run, new_record(""))
     run.cuda, record = True, new_record("")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from gloo_threads import assert_no_gloo_workers_but, gloo_workers
 
-from llmc.distributed import World, connect_groups
 from llmc.distributed.gloo import register_gloo
 from llmc.distributed.group import Group, split_world
+from llmc.distributed.world import World, connect_groups
 from llmc.errors import UserError
 
 

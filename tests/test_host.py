@@ -12,9 +12,9 @@ from conftest import REPO
 import llmc.host
 import llmc.processor
 from llmc.backend import open_backend
-from llmc.distributed import World, bound_note, own_threads
 from llmc.distributed.place import Place
 from llmc.distributed.rendezvous import Meeting, Member
+from llmc.distributed.world import World, bound_note, own_threads
 from llmc.errors import UserError
 from llmc.host import available_host_bytes, processor_quota, within_quota
 
@@ -98,7 +98,7 @@ def test_a_shell_s_workspaces_do_not_decide_which_matmuls_run(plain_torch, monke
     ([(0, 1, 2, 3), (4, 5, 6, 7)], 4, [2, 2]), ([(0, 1, 2, 3)] * 2, 3, [1, 1]), ([(0,), (1,)], 1, [1, 1]), ([(0, 1)] * 2, 64, [1, 1]),
 ])  # fmt: skip
 def test_ranks_of_a_machine_share_its_processors_and_their_quota(monkeypatch, bound, quota, threads):
-    monkeypatch.setattr("llmc.distributed.processor_quota", lambda: quota)
+    monkeypatch.setattr("llmc.distributed.world.processor_quota", lambda: quota)
     here = [Member("machine", "host", i, "address", processors) for i, processors in enumerate(bound)]
     assert [own_threads(member, here) for member in here] == threads
 

@@ -40,8 +40,8 @@ from llmc.data.order import token_order
 from llmc.data.shards import write_shard
 from llmc.distributed.tensor_parallel import Divided
 from llmc.gpt2 import GPT2
-from llmc.layers import in_halves, torch_operations
 from llmc.layers.adamw import BETA1, BETA2, EPSILON, piece_noise, pieces_of
+from llmc.layers.functions import in_halves, torch_operations
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan

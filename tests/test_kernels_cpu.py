@@ -35,7 +35,7 @@ from llmc.gpt2 import GPT2
 from llmc.kernels_cpu import attention, compiler, door, matmul, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.compiler import KeptKernels
 from llmc.kernels_cpu.functions import numba_attention, numba_operations
-from llmc.layers import cpu_attention, torch_operations
+from llmc.layers.functions import cpu_attention, torch_operations
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
@@ -224,8 +224,9 @@ def test_a_row_that_is_streamed_past_the_caches_has_the_bits_of_one_that_is_not(
 
 RUN = """
 import torch
-from llmc.kernels_cpu import told_when_compiling, why_no_cpu_kernels
+from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.kernels_cpu.global_norm import _global_norm as kernel
+from llmc.kernels_cpu.notice import told_when_compiling
 
 with told_when_compiling(print):
     why_not = why_no_cpu_kernels()
@@ -265,12 +266,12 @@ def test_compiled_kernels_are_kept_until_any_of_their_sources_changes_or_not_at_
 
 def test_that_kernels_are_compiled_is_told_once_and_to_whoever_listens():
     said = []
-    llmc.kernels_cpu.compiling()
-    with llmc.kernels_cpu.told_when_compiling(said.append):
+    llmc.kernels_cpu.notice.compiling()
+    with llmc.kernels_cpu.notice.told_when_compiling(said.append):
         assert not said
         for _ in range(2):
-            llmc.kernels_cpu.compiling()
-    llmc.kernels_cpu.compiling()
+            llmc.kernels_cpu.notice.compiling()
+    llmc.kernels_cpu.notice.compiling()
     assert len(said) == 1
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
 from llmc.layers.adamw import GRADIENT_CLIP, TensorState, adamw_update, piece_noise, pieces_of
-from llmc.layers.attention import attention_one_row, pack_gradients
-from llmc.layers.attention_cpu import attention_backward, attention_forward
+from llmc.layers.attention import attention_backward, attention_forward
+from llmc.layers.attention_library import attention_one_row, pack_gradients
 from llmc.layers.encoder import encoder_backward, encoder_forward
 from llmc.layers.fused_classifier import fused_classifier_inplace
 from llmc.layers.gelu import gelu_backward_inplace, gelu_forward

@@ -8,8 +8,8 @@ import tempfile
 
 import pytest
 
-from llmc.distributed import World, connect_world, device_of, meet_world, prepare_torch
 from llmc.distributed.place import Place, find_place, first_host, rendezvous_path
+from llmc.distributed.world import World, connect_world, device_of, meet_world, prepare_torch
 from llmc.errors import UserError
 from llmc.flags import parse
 

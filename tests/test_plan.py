@@ -19,7 +19,7 @@ from llmc.memory.ladder import NOT_KEPT, backward_schedule, kept_names, passes
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import allocation_lines, plan_table, usage_lines
-from llmc.memory.rooms import head_chunk_rows
+from llmc.memory.scratch_sizes import head_chunk_rows
 from llmc.memory.tables import (
     BACKWARD_STAGES, BLOCK_ACTIVATIONS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, num_parameters, parameter_shapes, resolve, sizes_of,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmc.config import config_from_descriptor
-from llmc.distributed import World
+from llmc.distributed.world import World
 from llmc.errors import UserError
 from llmc.flags import parse
 from llmc.memory.plan import Plan

@@ -15,7 +15,7 @@ import llmc.processor
 from llmc.cards import Device
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
-from llmc.distributed import World
+from llmc.distributed.world import World
 from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit

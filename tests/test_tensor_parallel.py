@@ -27,13 +27,13 @@ from test_layers import (
 
 from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.snapshot import fill, load_weights, read_arena
-from llmc.checkpoint.whole import whole_tensors
+from llmc.checkpoint.whole_tensors import whole_tensors
 from llmc.config import ModelConfig
 from llmc.data.order import token_order
-from llmc.distributed import World
 from llmc.distributed.group import Done, Group
 from llmc.distributed.sharing import Sharing
 from llmc.distributed.tensor_parallel import Divided, sliced_classifier_inplace
+from llmc.distributed.world import World
 from llmc.gpt2 import GPT2
 from llmc.layers.adamw import adamw_update
 from llmc.memory.layout import flat_layout, runs

@@ -8,7 +8,7 @@ import torch
 from llmc.checkpoint.model_file import read_model_header, write_model
 from llmc.checkpoint.state_file import TrainingState, write_extra, write_state
 from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
-from llmc.checkpoint.whole import shares, whole_tensors
+from llmc.checkpoint.whole_tensors import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.files import HEADER_BYTES, Numbers, fingerprint

@@ -2,6 +2,14 @@
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py imports triton; a machine without it
 trains with the torch operations.
+
+    door        what kernels are written with, and how they are launched
+    columns     sums over rows, the same bits on any card
+    encoder layernorm attention gelu fused_classifier global_norm adamw
+                the counterparts
+    fp8         operands of FP8 matmuls
+    cublaslt    matmuls with GELU in their epilogues
+    functions   the launchers by name
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Causal attention, flash style; and packing dq, dk and dv of torch's kernels. See llmc/layers/attention_cpu.py and attention.py.
+"""Causal attention, flash style; and packing dq, dk and dv of torch's kernels. See llmc/layers/attention.py and attention_library.py.
 
 A program of forward computes the output of a tile of queries of one head, over all keys that they see. Backward is two kernels: a program
 of one computes dq of a tile of queries, a program of the other dk and dv of a tile of keys, over all queries that see them. Both recompute
@@ -276,7 +276,7 @@ def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
 
 
 def attention_forward(atty, lse, qkvr, NH, scratch):
-    """See llmc/layers/attention_cpu.py; no scratch."""
+    """See llmc/layers/attention.py; no scratch."""
     B, T, C = atty.shape
     packed = qkvr.view(-1)
     _launch_forward(atty, lse, packed, packed[C:], packed[2 * C :], B, T, 0, NH, 3 * C, 3 * C)
@@ -298,7 +298,7 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
 
 
 def attention_one_row(out, qkvr, cache, position, NH):
-    """See llmc/layers/attention.py."""
+    """See llmc/layers/attention_library.py."""
     C = out.shape[1]
     cache[:, position] = qkvr.view(3, C)[1:]
     _launch_forward(out, None, qkvr, *cache, 1, position + 1, position, NH, 3 * C, C)

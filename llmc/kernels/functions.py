@@ -12,7 +12,7 @@ from llmc.staging import stage_encoder_backward
 
 
 def triton_operations() -> dict:
-    """Name -> launcher. Of the functions that llmc.layers.in_halves splits there are only the halves here, stage_* and launch_*."""
+    """Name -> launcher. Of the functions that in_halves splits there are only the halves here, stage_* and launch_*."""
     launchers = (
         encoder_forward, stage_encoder_backward, launch_encoder_backward, layernorm_forward, residual_layernorm_forward,
         layernorm_normalize, layernorm_backward, gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias,
@@ -22,5 +22,5 @@ def triton_operations() -> dict:
 
 
 def triton_attention() -> dict:
-    """The same for attention, whose counterparts are in llmc/layers/attention_cpu.py and, for one row, attention.py."""
+    """The same for attention, whose counterparts are in llmc/layers/attention.py and, for one row, attention_library.py."""
     return {f.__name__: f for f in (attention_forward, attention_backward, attention_one_row)}

@@ -2,11 +2,20 @@
 
 Each has the name and the arguments of its counterpart in llmc/layers/. Only door.py and compiler.py import numba; a machine
 without it trains with the torch operations.
+
+    door                what kernels are written with, and how they are launched
+    compiler            how numba compiles them, and where their code is kept
+    compile_processes   several compiled beside one another
+    notice              saying so, once
+    recording           a step as a list of calls, the CPU's graphs
+    tiles               products of tiles in registers; packing what they multiply
+    columns             sums over rows, the same bits on any number of threads
+    encoder layernorm matmul attention gelu fused_classifier global_norm adamw
+                        the counterparts
+    functions           the launchers by name
 """
 
-import os
 import warnings
-from contextlib import contextmanager
 from importlib.util import find_spec
 
 from llmc.errors import lines_of
@@ -36,28 +45,3 @@ def launch_problem() -> str:
     except Exception as error:
         return f"numba's kernels do not run here: {lines_of(error)[-1]}"
     return ""
-
-
-_say = None  # of told_when_compiling
-
-
-@contextmanager
-def told_when_compiling(say):
-    """Inside, say(a sentence) is called before a kernel is compiled, once. For kernels that are found on disk it is not called."""
-    global _say
-    _say = say
-    try:
-        yield
-    finally:
-        _say = None
-
-
-def compiling(kept: bool = True):
-    """The compiler calls this before each kernel. kept: whether the code can be kept on disk."""
-    global _say
-    if _say:
-        named = os.environ.get("NUMBA_CACHE_DIR")
-        places = f"NUMBA_CACHE_DIR={named} cannot" if named else "neither their folder nor the home folder can"
-        again = "" if kept else f", in every run: {places} be written to; name a folder in NUMBA_CACHE_DIR"
-        _say(f"compiling kernels for this processor, which may take a minute{again}")
-        _say = None

@@ -1,4 +1,4 @@
-"""Causal attention, one head at a time and within it one block of queries at a time: see llmc/layers/attention_cpu.py.
+"""Causal attention, one head at a time and within it one block of queries at a time: see llmc/layers/attention.py.
 
 Scores are stored transposed, (keys, queries), so that all of softmax is arithmetic between vectors of queries. Forward computes the scores
 of a block of queries for all its keys before it takes their softmax. Backward, which has the log-sum-exp, takes one block of keys after
@@ -27,7 +27,7 @@ from llmc.memory.tuning import ATTENTION_BLOCK as BLOCK
 LOWEST, LN2 = np.float32(-np.inf), np.float32(np.log(2))
 AT_ONCE = 4  # keys whose scores are compared in pairs first, so that the highest so far is read and written once for all of them
 
-# scratch, each an array (workers, buffers, elements of a buffer): see NUMBA_ATTENTION in llmc/memory/rooms.py for sizes
+# scratch, each an array (workers, buffers, elements of a buffer): see NUMBA_ATTENTION in llmc/memory/scratch_sizes.py for sizes
 Rooms = namedtuple(
     "Rooms",
     (

@@ -21,7 +21,7 @@ from numba.core.environment import lookup_environment
 from numba.core.typed_passes import ParforPreLoweringPass
 from numba.parfors.parfor import Parfor
 
-from llmc.kernels_cpu import compiling
+from llmc.kernels_cpu.notice import compiling
 from llmc.processor import cpu_has_amx
 
 COMPILED_AFTER_S, LOOK_AGAIN_S = 60, 0.02  # seconds that another process may compile a kernel before it counts as hung; between looks

@@ -5,7 +5,7 @@ from math import prod
 
 from llmc.memory.ladder import kept_names, segments, stage_line, transient_lifetimes
 from llmc.memory.options import PlanOptions
-from llmc.memory.rooms import (
+from llmc.memory.scratch_sizes import (
     FP8_DOUT, FP8_DWEIGHT, FP8_FCPROJ, FP8_MATMULS, NUMBA_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION, head_sums, plan_sizes, widens,
 )  # fmt: skip
 from llmc.memory.slots import LAYER_SLOTS, offload_slot

@@ -11,7 +11,7 @@ from math import prod
 from llmc.cards import Budget
 from llmc.memory.ladder import backward_schedule, segments
 from llmc.memory.options import PlanOptions
-from llmc.memory.rooms import head_chunk_rows, plan_sizes
+from llmc.memory.scratch_sizes import head_chunk_rows, plan_sizes
 from llmc.memory.tables import (
     ALL_ROWS_OF, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, PARAMETERS, STREAM, SUMS_ROWS, resolve,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from llmc.memory.activations import activation_tensors, residual_slots
 from llmc.memory.ladder import backward_schedule, segments, stage_line
 from llmc.memory.options import PlanOptions
 from llmc.memory.placement import bytes_covered, place
-from llmc.memory.rooms import attention_library_bytes
+from llmc.memory.scratch_sizes import attention_library_bytes
 from llmc.memory.slots import OFFLOAD_SLOTS
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
 

@@ -5,8 +5,8 @@ import signal
 import warnings
 from contextlib import suppress
 
-from llmc.kernels_cpu import compiling
 from llmc.kernels_cpu.compiler import is_to_be_kept
+from llmc.kernels_cpu.notice import compiling
 
 ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 MOST_PROCESSES = 4  # the slowest kernel takes a quarter of the time that all take together; a process takes some 130 MiB

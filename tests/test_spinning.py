@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from conftest import REPO
 
-from llmc import cores
+from llmc import spinning
 
 LINES = """cpu  100 0 0 0 0 0 0 0 0 0
 cpu0 {0} 0 0 {1} 7 0 0 0 0 0
@@ -33,10 +33,10 @@ def burning(n):
 def test_ticks_are_those_of_the_cores_that_were_asked_for_and_no_idle_ones(tmp_path, monkeypatch):
     path = tmp_path / "stat"
     path.write_text(LINES.format(30, 70))
-    monkeypatch.setattr(cores, "CPU_TIMES", path)
-    assert (cores.ticks_busy({0}), cores.ticks_busy({0, 1}), cores.ticks_busy({10}), cores.ticks_busy({2})) == (30, 60, 9999, 0)
-    monkeypatch.setattr(cores, "CPU_TIMES", tmp_path / "none")
-    assert cores.ticks_busy({0}) == 0
+    monkeypatch.setattr(spinning, "CPU_TIMES", path)
+    assert (spinning.ticks_busy({0}), spinning.ticks_busy({0, 1}), spinning.ticks_busy({10}), spinning.ticks_busy({2})) == (30, 60, 9999, 0)
+    monkeypatch.setattr(spinning, "CPU_TIMES", tmp_path / "none")
+    assert spinning.ticks_busy({0}) == 0
 
 
 @pytest.mark.parametrize("ticks, note", [
@@ -48,27 +48,27 @@ def test_threads_sleep_soon_from_half_a_core_on(monkeypatch, ticks, note):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     readings, clock, environ = iter((1000, 1000 + ticks)), iter((5.0, 5.1)), {}
-    monkeypatch.setattr(cores, "ticks_busy", lambda cores: next(readings))
-    monkeypatch.setattr(cores.time, "monotonic", lambda: next(clock))
-    assert cores.sleep_soon_where_busy(environ) == ([note] if note else [])
+    monkeypatch.setattr(spinning, "ticks_busy", lambda cores: next(readings))
+    monkeypatch.setattr(spinning.time, "monotonic", lambda: next(clock))
+    assert spinning.sleep_soon_where_busy(environ) == ([note] if note else [])
     assert environ == ({"GOMP_SPINCOUNT": "3000"} if note else {})
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_who_has_said_how_threads_wait_is_not_contradicted(monkeypatch, name):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(cores, "ticks_busy", lambda cores: pytest.fail("nobody asks"))
+    monkeypatch.setattr(spinning, "ticks_busy", lambda cores: pytest.fail("nobody asks"))
     environ = {name: "anything"}
-    assert cores.sleep_soon_where_busy(environ) == [] and environ == {name: "anything"}
+    assert spinning.sleep_soon_where_busy(environ) == [] and environ == {name: "anything"}
 
 
 def test_a_program_among_others_says_so_and_openmp_hears_it(tmp_path):
     """A process of its own, as its threads are made when torch is imported. OpenMP prints what it goes by."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from llmc.cores import sleep_soon_where_busy; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from llmc.spinning import sleep_soon_where_busy; "
         "print(*sleep_soon_where_busy(), flush=True); import torch"
     )
-    env = {name: value for name, value in os.environ.items() if name not in cores.WAITING} | {"OMP_DISPLAY_ENV": "verbose"}
+    env = {name: value for name, value in os.environ.items() if name not in spinning.WAITING} | {"OMP_DISPLAY_ENV": "verbose"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with burning(2 * len(os.sched_getaffinity(0))):
         program = subprocess.Popen([sys.executable, "-c", code, REPO], env=env, **pipes)

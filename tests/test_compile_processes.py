@@ -11,7 +11,8 @@ from conftest import REPO
 
 pytest.importorskip("numba", reason="no numba here: python -m pip install numba")
 
-from llmc.kernels_cpu import beside, told_when_compiling
+from llmc.kernels_cpu import compile_processes
+from llmc.kernels_cpu.notice import told_when_compiling
 
 LONGEST_S = 60
 
@@ -25,7 +26,7 @@ class Piece:
 
 @pytest.fixture
 def all_to_be_kept(monkeypatch):
-    monkeypatch.setattr(beside, "is_to_be_kept", lambda *_: True)
+    monkeypatch.setattr(compile_processes, "is_to_be_kept", lambda *_: True)
 
 
 def await_files(*paths):
@@ -54,7 +55,7 @@ def test_two_compile_at_once_and_all_that_is_asked_for_twice_is_compiled_once(tm
 
     pieces = [(Piece(lambda types, path=path: compile(path)), ("types",)) for path in paths]
     with told_when_compiling(said.append):
-        beside.compile_beside([*pieces, *pieces], 2)
+        compile_processes.compile_beside([*pieces, *pieces], 2)
     assert [path.read_text() for path in paths] == ["compiled\n"] * 5 and len(said) == 1
 
 
@@ -66,14 +67,14 @@ def test_what_a_process_holds_is_not_held_by_those_that_compile_for_it(tmp_path,
         path.write_text(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in (1, 2, reading, writing)))
 
     with open(reading), open(writing, "w"):
-        beside.compile_beside([(Piece(lambda _, path=path: compile(path)), ()) for path in paths], 2)
+        compile_processes.compile_beside([(Piece(lambda _, path=path: compile(path)), ()) for path in paths], 2)
     assert [path.read_text().split() for path in paths] == [[os.devnull] * 4] * 2
 
 
 def test_one_process_or_one_kernel_is_nothing_to_share_out(all_to_be_kept, monkeypatch):
-    monkeypatch.setattr(beside, "fork", lambda _: pytest.fail("no other process"))
-    beside.compile_beside([(Piece(None), 1), (Piece(None), 2)], 1)
-    beside.compile_beside([(Piece(None), 1)], 8)
+    monkeypatch.setattr(compile_processes, "fork", lambda _: pytest.fail("no other process"))
+    compile_processes.compile_beside([(Piece(None), 1), (Piece(None), 2)], 1)
+    compile_processes.compile_beside([(Piece(None), 1)], 8)
 
 
 def test_a_kernel_that_fails_or_takes_its_process_with_it_is_left_and_the_others_are_compiled(tmp_path, all_to_be_kept):
@@ -83,7 +84,7 @@ def test_a_kernel_that_fails_or_takes_its_process_with_it_is_left_and_the_others
         raise ValueError("no such type")
 
     work = [fails, lambda _: os.kill(os.getpid(), signal.SIGKILL), *(lambda _, path=path: path.write_text("done") for path in done)]
-    beside.compile_beside([(Piece(compile), ()) for compile in work], 2)
+    compile_processes.compile_beside([(Piece(compile), ()) for compile in work], 2)
     assert all(path.exists() for path in done)
 
 
@@ -99,7 +100,7 @@ def test_an_interrupted_wait_leaves_no_process(tmp_path, all_to_be_kept):
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        beside.compile_beside([(Piece(lambda _, path=path: compile(path)), ()) for path in paths], 2)
+        compile_processes.compile_beside([(Piece(lambda _, path=path: compile(path)), ()) for path in paths], 2)
     for path in paths:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
@@ -108,7 +109,7 @@ def test_an_interrupted_wait_leaves_no_process(tmp_path, all_to_be_kept):
 SLOWLY = """
 import os, sys, time
 from pathlib import Path
-from llmc.kernels_cpu import beside
+from llmc.kernels_cpu import compile_processes
 
 class Piece:
     def __init__(self, path):
@@ -118,8 +119,8 @@ class Piece:
         self.path.write_text(str(os.getpid()))
         time.sleep(0.2)
 
-beside.is_to_be_kept = lambda *_: True
-beside.compile_beside([(Piece(Path(sys.argv[1]) / str(i)), ()) for i in range(100)], 2)
+compile_processes.is_to_be_kept = lambda *_: True
+compile_processes.compile_beside([(Piece(Path(sys.argv[1]) / str(i)), ()) for i in range(100)], 2)
 """
 
 
@@ -147,7 +148,8 @@ def {}(x):
 KERNELS = """
 import numba
 import numpy as np
-from llmc.kernels_cpu import beside, door, told_when_compiling
+from llmc.kernels_cpu import compile_processes, door
+from llmc.kernels_cpu.notice import told_when_compiling
 
 @door.jit
 def wrong(x):
@@ -163,8 +165,8 @@ with told_when_compiling(print):
             door.launch(kernel, x)
     assert x.tolist() == [0, 1, 2]
     for times in range(2):
-        print([kernel.__name__ for kernel, types in calls if beside.is_to_be_kept(kernel, types)])
-        beside.compile_beside(calls[times:], 4)
+        print([kernel.__name__ for kernel, types in calls if compile_processes.is_to_be_kept(kernel, types)])
+        compile_processes.compile_beside(calls[times:], 4)
     for kernel in (one, two, four, eight):
         door.launch(kernel, x)
         print(kernel.__name__, x.tolist(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
