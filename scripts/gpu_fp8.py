@@ -57,13 +57,13 @@ def product_alone(form, *tensors):
     return partial(torch._scaled_mm, a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=BF16, use_fast_accum=form == "forward")
 
 
-def calls_of_trainer(ops, room, x, dout, weight) -> dict:
+def calls_of_trainer(ops, scratch, x, dout, weight) -> dict:
     """The trainer's calls, by form; "dout" makes the FP8 operand that "dinput" and "dweight" use."""
     out, dinp, dweight = torch.empty_like(dout), torch.empty_like(x), torch.empty_like(weight)
     return {
-        "forward": partial(ops["matmul_forward"], out, x, weight, room=room), "dout": partial(ops["matmul_dout"], dout, room),
-        "dinput": partial(ops["matmul_dinput"], dinp, dout, weight, room=room),
-        "dweight": partial(ops["matmul_dweight"], dweight, dout, x, accumulate=False, room=room),
+        "forward": partial(ops["matmul_forward"], out, x, weight, scratch=scratch), "dout": partial(ops["matmul_dout"], dout, scratch),
+        "dinput": partial(ops["matmul_dinput"], dinp, dout, weight, scratch=scratch),
+        "dweight": partial(ops["matmul_dweight"], dweight, dout, x, accumulate=False, scratch=scratch),
     }  # fmt: skip
 
 
@@ -71,10 +71,10 @@ def measure_model(run, record, name, config, B, T):
     """Every matmul of a block in both types, alone and including the making of its operands, and the sums over a step."""
     n, C = B * T, config.channels
     plan, ops, rows = Plan(run.options(config, B, T, matmul="fp8")), fp8_matmuls(run.kernels), []
-    room = zeros_of([t for t in plan.tensors.values() if t.name.startswith("fp8_")], run.backend.device)
+    scratch = zeros_of([t for t in plan.tensors.values() if t.name.startswith("fp8_")], run.backend.device)
     for product, (inner, outer) in block_matmuls(C).items():
         sets = [(run.random(n, inner), run.random(n, outer), run.random(outer, inner)) for _ in range(2)]
-        trainer = [calls_of_trainer(ops, room, *s) for s in sets]
+        trainer = [calls_of_trainer(ops, scratch, *s) for s in sets]
         for form in ("forward", "dout", "dinput", "dweight"):
             with attempt(record, f"{name} {product} {form}"):
                 row = {"model": name, "matmul": product, "which": form}

@@ -233,14 +233,14 @@ def matmuls(run, record):
     n, R, Vp = s.B * s.T, head_chunk_rows(run.options(s.config, s.B, s.T)), s.config.padded_vocab_size
     shapes = (*((name, n, *sizes) for name, sizes in block_matmuls(C).items()), ("head", R, C, Vp))
     for name, rows, inner, outer in while_time(run, record, shapes, 5, name=lambda x: x[0]):
-        room = torch.empty(rows * (inner + outer), device=run.backend.device) if not run.cuda else None
+        scratch = None if run.cuda else {"widened": torch.empty(rows * (inner + outer))}
 
         def calls(kind):
             x, y, w, b = run.random(rows, inner), run.random(rows, outer), run.random(outer, inner), run.random(outer)
             w32 = torch.empty(outer, inner, device=w.device)
             return {"forward": partial(matmul_forward, y, x, w, None if name == "head" else b), "dinput": partial(matmul_dinput, x, y, w),
                     "dweight, bf16": partial(matmul_dweight, w, y, x, accumulate=False),
-                    "dweight, fp32": partial(matmul_dweight, w32, y, x, accumulate=False, room=room)}[kind]  # fmt: skip
+                    "dweight, fp32": partial(matmul_dweight, w32, y, x, accumulate=False, scratch=scratch)}[kind]  # fmt: skip
 
         for kind in ("forward", "dinput", "dweight, bf16", "dweight, fp32"):
             with attempt(record, f"{name} {kind}"):

@@ -62,7 +62,7 @@ def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
     """Bytes that one call must read and write, counted as the top of profile.py says; embedding_rows: those of wte and wpe in use."""
     if name == "adamw_update":
         return count_update_bytes(args[0])
-    tensors = list(tensors_in([*args, *(value for key, value in kwargs.items() if key != "room"), result]))
+    tensors = list(tensors_in([*args, *kwargs.values(), result]))
     sizes = [t.nbytes for t in tensors]
     for place, rows in zip(EMBEDDINGS.get(name, ()), embedding_rows):
         sizes[place] = sizes[place] // len(tensors[place]) * rows
@@ -72,9 +72,9 @@ def count_bytes(name: str, args, kwargs, result, embedding_rows) -> int:
 
 
 def in_fp8(name: str, args, kwargs) -> bool:
-    """Whether this is a matmul that first makes its factors in FP8: one with scratch buffers (room) for them."""
-    room = kwargs.get("room", args[-1]) if name in FP8_BYTES else None
-    return isinstance(room, dict) and "fp8_inp" in room
+    """Whether this is a matmul that first makes its factors in FP8: one with scratch for them."""
+    scratch = kwargs.get("scratch", args[-1]) if name in FP8_BYTES else None
+    return isinstance(scratch, dict) and "fp8_inp" in scratch
 
 
 def count_update_bytes(flat: dict) -> int:

@@ -269,19 +269,19 @@ def test_matmuls_work_in_the_room_that_the_plan_has_for_them(precision, more, mo
     rooms, model = [], build(SMALL, precision, recompute=6, **more)
     for name in ("matmul_forward", "matmul_dinput", "matmul_dweight"):
 
-        def called(*args, real=getattr(model.ops, name), name=name, room=None, **kwargs):
-            rooms.append((name, room))
-            return real(*args, room=room, **kwargs)
+        def called(*args, real=getattr(model.ops, name), name=name, scratch=None, **kwargs):
+            rooms.append((name, scratch))
+            return real(*args, scratch=scratch, **kwargs)
 
         monkeypatch.setattr(model.ops, name, called)
     train_step(model, 0)
     model.loss_of(*batch(1))
     matmul, head = more.get("matmul"), model.acts.get("head_widened")
-    room = {None: None, "numba": model.scratch, "widened": model.acts.get("widened")}[matmul]
+    room = model.scratch if matmul else None
     assert ("widened" in model.acts, head is not None) == (matmul == "widened", "grad_dtype" in more)
     dweights = 4 * SMALL.num_layers + 1
     assert sum(name == "matmul_dweight" for name, _ in rooms) == dweights and len(rooms) > 4 * dweights
-    assert [found for _, found in rooms if found is not room] == ([head] if head is not None else [])
+    assert [found["widened"] for _, found in rooms if found is not room] == ([head] if head is not None else [])
 
 
 @pytest.fixture

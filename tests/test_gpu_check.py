@@ -499,8 +499,8 @@ def test_matmuls_without_a_bias_are_measured_by_both_libraries_and_their_bits_co
         yield
         shift[0] = 0.0
 
-    def dweight(dweight, dout, inp, *, accumulate, room=None):
-        matmul_dweight(dweight, dout, inp, accumulate=accumulate, room=torch.empty(inp.numel() + dout.numel()))
+    def dweight(dweight, dout, inp, *, accumulate, scratch=None):
+        matmul_dweight(dweight, dout, inp, accumulate=accumulate, scratch={"widened": torch.empty(inp.numel() + dout.numel())})
         dweight.add_(shift[0])
 
     monkeypatch.setattr(gpu_kernels, "matmuls_by", matmuls_by)

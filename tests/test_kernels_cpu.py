@@ -537,7 +537,7 @@ for dtype, factors in kinds if str(LARGE) != sys.argv[1] else ():  # elsewhere o
     out = torch.full((9, 131), torch.nan, dtype=dtype)
     panels = torch.full((2, matmul.DEPTH, matmul.PANEL + TILE_ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
     room = {"matmul_panels": panels, "matmul_sums": sums, "matmul_packed": panels[0].clone()}
-    matmul.matmul_forward(out, inp.to(dtype), weight.to(dtype), room=room)
+    matmul.matmul_forward(out, inp.to(dtype), weight.to(dtype), scratch=room)
     assert torch.equal(out, (inp @ weight.t()).to(dtype)), (dtype, factors)
 print(LANES, MULTIPLIES_PAIRS, MULTIPLIES_TILES)
 """
@@ -603,10 +603,10 @@ def products(rows, C, OC, dtype, grad_dtype, numbers, accumulate, room):
     inp, weight, bias, dout = given
     out, unbiased, dinp = (torch.full(shape, nan, dtype=dtype) for shape in ((rows, OC), (rows, OC), (rows, C)))
     dweight = before.clone() if accumulate else torch.full_like(before, nan)
-    matmul.matmul_forward(out, inp, weight, bias, room=room)
-    matmul.matmul_forward(unbiased, inp, weight, room=room)
-    matmul.matmul_dinput(dinp, dout, weight, room=room)
-    matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate, room=room)
+    matmul.matmul_forward(out, inp, weight, bias, scratch=room)
+    matmul.matmul_forward(unbiased, inp, weight, scratch=room)
+    matmul.matmul_dinput(dinp, dout, weight, scratch=room)
+    matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate, scratch=room)
     return (*given, before if accumulate else torch.zeros_like(before)), (out, unbiased, dinp, dweight)
 
 
@@ -665,7 +665,7 @@ def test_a_nan_stays_in_its_row_of_a_product(dtype, factors):
     room, inp, weight = matmul_room(factors), torch.ones(9, 13, dtype=dtype), torch.ones(70, 13, dtype=dtype)
     inp[3, 12], weight[64, 12] = nan, nan
     out = torch.zeros(9, 70, dtype=dtype)
-    matmul.matmul_forward(out, inp, weight, room=room)
+    matmul.matmul_forward(out, inp, weight, scratch=room)
     spoilt = torch.zeros(9, 70, dtype=torch.bool)
     spoilt[3], spoilt[:, 64] = True, True
     assert torch.equal(out.isnan(), spoilt) and (out[~spoilt] == 13).all()
@@ -737,7 +737,7 @@ def test_a_product_may_begin_anywhere():
     for start in (0, 2, 32):
         memory = torch.full((40 * 96 + 2 * start,), nan, dtype=BF16)
         out = memory[start : start + 40 * 96].view(40, 96)
-        matmul.matmul_forward(out, inp, weight, room=matmul_room(BF16))
+        matmul.matmul_forward(out, inp, weight, scratch=matmul_room(BF16))
         assert torch.equal(out, inp @ weight.t()) and memory.isnan().sum() == 2 * start
 
 

@@ -547,7 +547,7 @@ dtypes_and_rooms = pytest.mark.parametrize(
 
 def room_of(elements, shape):
     """None for 0; and more where a large matmul of such small pieces would not end."""
-    return unwritten(max(elements, prod(shape) // 100)) if elements else None
+    return {"widened": unwritten(max(elements, prod(shape) // 100))} if elements else None
 
 
 @dtypes_and_rooms
@@ -557,7 +557,7 @@ def test_matmul_forward(B, T, C, OC, dtype, room, biased):
     inp, weight = noise(B, T, C, dtype=dtype, seed=1), noise(OC, C, dtype=dtype, seed=2)
     bias = noise(OC, dtype=dtype, seed=3) if biased else None
     out = unwritten(B, T, OC, dtype=dtype)
-    matmul_forward(out, inp, weight, bias, room=room_of(room, (C, OC)))
+    matmul_forward(out, inp, weight, bias, scratch=room_of(room, (C, OC)))
     exact = F.linear(inp.double(), weight.double(), bias.double() if biased else None)
     assert_as_good_as_eager(out, F.linear(inp, weight, bias), exact)
 
@@ -573,8 +573,8 @@ def test_matmul_backward(B, T, C, OC, dtype, room, accumulate):
     dinp = unwritten(B, T, C, dtype=dtype)
     dweight = before["dweight"].clone() if accumulate else unwritten(OC, C, dtype=dtype)
     widened = room_of(room, (C, OC))
-    matmul_dweight(dweight, dout, inp, accumulate=accumulate, room=widened)
-    matmul_dinput(dinp, dout, weight, room=widened)
+    matmul_dweight(dweight, dout, inp, accumulate=accumulate, scratch=widened)
+    matmul_dinput(dinp, dout, weight, scratch=widened)
     judge(["dinp", "dweight"], [dinp, dweight], F.linear, [inp, weight], dout, dtype, before)
 
 
@@ -586,9 +586,10 @@ def test_fp32_weight_gradient_of_bf16_operands(B, T, C, OC, rows, accumulate):
     inp, dout = noise(B, T, C, dtype=torch.bfloat16, seed=1), noise(B, T, OC, dtype=torch.bfloat16, seed=4)
     before = noise(OC, C, seed=5)
     dweight = before.clone() if accumulate else unwritten(OC, C)
-    matmul_dweight(dweight, dout, inp, accumulate=accumulate, room=unwritten(rows, OC + C))
+    matmul_dweight(dweight, dout, inp, accumulate=accumulate, scratch={"widened": unwritten(rows, OC + C)})
     in_pieces = before.clone() if accumulate else unwritten(OC, C)
-    matmul_dweight(in_pieces, dout, inp, accumulate=accumulate, room=unwritten(max(3, OC + C - 1)))  # no whole row, of the larger ones
+    no_whole_row = {"widened": unwritten(max(3, OC + C - 1))}  # of the larger ones
+    matmul_dweight(in_pieces, dout, inp, accumulate=accumulate, scratch=no_whole_row)
     exact, eager = (dout.to(t).view(-1, OC).t() @ inp.to(t).view(-1, C) for t in (torch.float64, torch.float32))
     if accumulate:
         exact, eager = before.double() + exact, before + eager
@@ -606,8 +607,8 @@ def test_the_gradient_may_be_written_over_the_input_that_the_weight_s_is_done_wi
         apart, together = (noise(OC, C, dtype=dtype, seed=5) for _ in range(2))
         dinp, both = unwritten(B, T, C, dtype=dtype), inp.clone()
         for gradient, x, dx in ((apart, inp, dinp), (together, both, both)):
-            matmul_dweight(gradient, dout, x, accumulate=accumulate, room=room_of(room, (C, OC)))
-            matmul_dinput(dx, dout, weight, room=room_of(room, (C, OC)))
+            matmul_dweight(gradient, dout, x, accumulate=accumulate, scratch=room_of(room, (C, OC)))
+            matmul_dinput(dx, dout, weight, scratch=room_of(room, (C, OC)))
         assert same_bits(apart, together) and same_bits(dinp, both)
 
 

@@ -157,11 +157,11 @@ def test_matmuls_multiply_what_their_operands_say(kernels):
     judge(dinp.view(R, C), dy @ w, (dy, w), BF16)
     for dtype in (BF16, FP32):
         dweight = unwritten(OC, C, dtype=dtype).to(DEVICE)
-        ops["matmul_dweight"](dweight, dout, inp, accumulate=False, room=acts)
+        ops["matmul_dweight"](dweight, dout, inp, accumulate=False, scratch=acts)
         judge(dweight, dy.t() @ x, (dy.t(), x), dtype)
         before = noise(OC, C, dtype=dtype, seed=4).mul_(1e-5).to(DEVICE)
         total = before.clone()
-        ops["matmul_dweight"](total, dout, inp, accumulate=True, room=acts)
+        ops["matmul_dweight"](total, dout, inp, accumulate=True, scratch=acts)
         judge(total, before.double().cpu() + dy.t() @ x, (dy.t(), x), dtype)
     relative = distance(out, inp.view(R, C).double() @ weight.double().t() + bias.double())
     assert 0.005 < relative < 0.05  # it is FP8, and no more than that
@@ -179,7 +179,7 @@ def test_sums_of_a_weight_s_gradient_are_rounded_to_bf16_once():
     ops["matmul_dout"](dout, acts)
     narrow, wide = (unwritten(OC, C, dtype=dtype).to(DEVICE) for dtype in (BF16, FP32))
     for dweight in (narrow, wide):
-        ops["matmul_dweight"](dweight, dout, inp, accumulate=False, room=acts)
+        ops["matmul_dweight"](dweight, dout, inp, accumulate=False, scratch=acts)
     halves = torch.stack([dy.float().t() @ x.float() for dy, x in zip(dout.chunk(2), inp.chunk(2))])
     assert off(halves.bfloat16().float().sum(0), halves.sum(0)) > 0.2
     assert off(narrow, wide) < 0.1  # for fp32 the library may add up in another order, which is off in few

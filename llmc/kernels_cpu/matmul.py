@@ -140,22 +140,22 @@ def _multiply(p, left, right, packed, panels, sums, sizes):
                 close_tiles(panel, shapes)
 
 
-def matmul_forward(out, inp, weight, bias=None, *, room):
-    """room: the plan's matmul_panels, matmul_sums and matmul_packed."""
+def matmul_forward(out, inp, weight, bias=None, *, scratch):
+    """scratch: the plan's matmul_panels, matmul_sums and matmul_packed."""
     N, K = weight.shape
-    _launch(out, bias, False, (out.numel() // N, N, K), (inp, K, 1), (weight, K, 1), room)
+    _launch(out, bias, False, (out.numel() // N, N, K), (inp, K, 1), (weight, K, 1), scratch)
 
 
-def matmul_dinput(dinp, dout, weight, *, room):
-    """room: as forward's."""
+def matmul_dinput(dinp, dout, weight, *, scratch):
+    """scratch: as forward's."""
     K, N = weight.shape
-    _launch(dinp, None, False, (dinp.numel() // N, N, K), (dout, K, 1), (weight, 1, N), room)
+    _launch(dinp, None, False, (dinp.numel() // N, N, K), (dout, K, 1), (weight, 1, N), scratch)
 
 
-def matmul_dweight(dweight, dout, inp, *, accumulate, room):
-    """room: as forward's. The gradient may be fp32 where dout and inp are bf16."""
+def matmul_dweight(dweight, dout, inp, *, accumulate, scratch):
+    """scratch: as forward's. The gradient may be fp32 where dout and inp are bf16."""
     M, N = dweight.shape
-    _launch(dweight, None, accumulate, (M, N, inp.numel() // N), (dout, 1, M), (inp, 1, N), room)
+    _launch(dweight, None, accumulate, (M, N, inp.numel() // N), (dout, 1, M), (inp, 1, N), scratch)
 
 
 @jit
@@ -183,19 +183,19 @@ def square_multiplier():
 
     def multiply(out, a, b):
         packed = panels.view(a.dtype)
-        matmul_dinput(out, a, b, room={"matmul_panels": packed, "matmul_sums": sums, "matmul_packed": packed})
+        matmul_dinput(out, a, b, scratch={"matmul_panels": packed, "matmul_sums": sums, "matmul_packed": packed})
 
     return multiply
 
 
-def _launch(out, bias, adds, shape, left, right, room):
+def _launch(out, bias, adds, shape, left, right, scratch):
     """out (M, N) = (adds: out +) a (M, K) @ b (K, N) (+ bias).
 
     shape        (M, N, K)
     left, right  for a and b: the contiguous tensor, the step in it to a's next row or b's next column, and the step to the next k
     """
     (M, N, K), (a, a_row, a_step), (b, b_row, b_step) = shape, left, right
-    packed, panels, sums = (room[f"matmul_{name}"] for name in ("packed", "panels", "sums"))
+    packed, panels, sums = (scratch[f"matmul_{name}"] for name in ("packed", "panels", "sums"))
     workers, tile = min(len(panels), door.threads()), tile_of(packed.element_size() == 2)
     where = BY_TILES if a_step == 1 else BY_PARTS
     if where == BY_TILES and a.dtype == packed.dtype and K * a.element_size() % (4 * tile.depth) == 0:

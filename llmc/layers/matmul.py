@@ -3,9 +3,10 @@
 On CUDA these call cuBLAS or, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed by a pass that reads
 its rows anyway: see gelu, attention and layernorm.
 
-On a CPU bf16 factors may be widened: `room`, fp32 scratch of three elements or more, takes pieces of them, and of sums that bf16 cannot
-hold. That is for fp32 gradients, which no matmul of torch on a CPU makes from bf16 factors; and for all matmuls on processors where bf16
-is not faster than fp32. llmc/kernels_cpu/matmul.py has the same functions, which add up products of bf16 factors in fp32.
+Without scratch factors are multiplied as they are. On a CPU bf16 factors may be widened, in scratch["widened"], fp32, of three elements or
+more: it takes pieces of them, and of sums that bf16 cannot hold. That is for fp32 gradients, which no matmul of torch on a CPU makes from
+bf16 factors; and for all matmuls on processors where bf16 is not faster than fp32. llmc/kernels_cpu/matmul.py has the same functions, which
+add up products of bf16 factors in fp32.
 """
 
 from math import isqrt
@@ -17,15 +18,15 @@ from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
 from llmc.units import even_part
 
 
-def matmul_forward(out, inp, weight, bias=None, room=None):
+def matmul_forward(out, inp, weight, bias=None, scratch=None):
     """out = inp @ weight.T + bias.
 
     out     (..., OC)  written     inp  (..., C)  read     all contiguous, one dtype
     weight  (OC, C)    read        bias (OC,)     read, or None
     Cost 2*rows*C*OC FLOP.
     """
-    if room is not None:
-        _matmul_widened(rows_of(out), rows_of(inp), weight.t(), room, start=bias)
+    if scratch is not None:
+        _matmul_widened(rows_of(out), rows_of(inp), weight.t(), scratch["widened"], start=bias)
     elif bias is None:
         torch.mm(rows_of(inp), weight.t(), out=rows_of(out))
     else:
@@ -37,15 +38,15 @@ def matmul_one_row(out, inp, weight, bias=None):
     matmul_forward(out, inp, weight, bias)
 
 
-def matmul_dinput(dinp, dout, weight, room=None):
+def matmul_dinput(dinp, dout, weight, scratch=None):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C). Cost 2*rows*C*OC FLOP."""
-    if room is not None:
-        _matmul_widened(rows_of(dinp), rows_of(dout), weight, room)
+    if scratch is not None:
+        _matmul_widened(rows_of(dinp), rows_of(dout), weight, scratch["widened"])
     else:
         torch.mm(rows_of(dout), weight, out=rows_of(dinp))
 
 
-def matmul_dweight(dweight, dout, inp, *, accumulate, room=None):
+def matmul_dweight(dweight, dout, inp, *, accumulate, scratch=None):
     """The weight's gradient: dout.T @ inp.
 
     dweight  (OC, C)    accumulated, or written when accumulate is False (then what it held does not matter)
@@ -53,8 +54,8 @@ def matmul_dweight(dweight, dout, inp, *, accumulate, room=None):
     Cost 2*rows*C*OC FLOP.
     """
     dy, x = rows_of(dout).t(), rows_of(inp)
-    if room is not None:
-        _matmul_widened(dweight, dy, x, room, start=dweight if accumulate else None)
+    if scratch is not None:
+        _matmul_widened(dweight, dy, x, scratch["widened"], start=dweight if accumulate else None)
     elif dout.dtype == dweight.dtype:
         torch.addmm(dweight, dy, x, beta=float(accumulate), out=dweight)
     else:

@@ -10,9 +10,9 @@ of its own, precision is the scarcer of the two, and e4m3 is what was timed on a
 Nothing but dout is kept from one matmul to the next, not even a scale: operands are made anew from bf16 tensors. So a step has the same
 bits at every level of recompute, and a resumed run continues with the bits of one that never stopped.
 
-`room` is the scratch. Operands lie there as bytes (uint8): fp8_inp and fp8_dout (2, ...), for the rows of the widest matmul, and
-fp8_weight, for the largest weight; each has its scale (1,) fp32, such as fp8_inp_scale. There are also fp8_sum, fp32, as large as the
-largest weight, and what fp8_operand needs. Where room is None these functions are matmul.py's, as they are for the classifier.
+Operands lie in scratch as bytes (uint8): fp8_inp and fp8_dout (2, ...), for the rows of the widest matmul, and fp8_weight, for the largest
+weight; each has its scale (1,) fp32, such as fp8_inp_scale. There are also fp8_sum, fp32, as large as the largest weight, and what
+fp8_operand needs. Without scratch these functions are matmul.py's, as they are for the classifier.
 
 Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
 """
@@ -46,56 +46,56 @@ def fp8_operand(scale, x, scratch, *, rows=None, columns=None):
         columns.copy_(wide.t())
 
 
-def matmul_forward(out, inp, weight, bias=None, room=None, *, fp8_operand):
+def matmul_forward(out, inp, weight, bias=None, scratch=None, *, fp8_operand):
     """out = inp @ weight.T + bias.
 
     out     (..., OC)  written     inp  (..., C)  read     all contiguous, bf16; C and OC are multiples of 16
     weight  (OC, C)    read        bias (OC,)     read, or None
     """
-    if room is None:
+    if scratch is None:
         return matmul.matmul_forward(out, inp, weight, bias)
-    (x, of_inp), (w, of_weight) = (_operand(name, t, room, fp8_operand) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
+    (x, of_inp), (w, of_weight) = (_operand(name, t, scratch, fp8_operand) for name, t in (("fp8_inp", inp), ("fp8_weight", weight)))
     # as is usual, forward uses fast accumulation, which keeps fewer bits; sums of gradients are promoted to fp32 on the way
     _multiply(rows_of(out), x, w, of_inp, of_weight, bias, fast=True)
 
 
-def matmul_dout(dout, room, *, fp8_operand):
+def matmul_dout(dout, scratch, *, fp8_operand):
     """Convert dout (..., OC), bf16, to FP8 before the first of matmul_dinput and matmul_dweight. Its rows are a multiple of 16."""
-    rows, columns = _dout(dout, room)
-    fp8_operand(room["fp8_dout_scale"], dout, room, rows=rows, columns=columns)
+    rows, columns = _dout(dout, scratch)
+    fp8_operand(scratch["fp8_dout_scale"], dout, scratch, rows=rows, columns=columns)
 
 
-def matmul_dinput(dinp, dout, weight, room=None, *, fp8_operand):
+def matmul_dinput(dinp, dout, weight, scratch=None, *, fp8_operand):
     """dinp (..., C) = dout (..., OC) @ weight (OC, C), after matmul_dout."""
-    if room is None:
+    if scratch is None:
         return matmul.matmul_dinput(dinp, dout, weight)
-    w, of_weight = _operand("fp8_weight", weight, room, fp8_operand, transposed=True)
-    _multiply(rows_of(dinp), _dout(dout, room)[0], w, room["fp8_dout_scale"], of_weight)
+    w, of_weight = _operand("fp8_weight", weight, scratch, fp8_operand, transposed=True)
+    _multiply(rows_of(dinp), _dout(dout, scratch)[0], w, scratch["fp8_dout_scale"], of_weight)
 
 
-def matmul_dweight(dweight, dout, inp, *, accumulate, room=None, fp8_operand):
+def matmul_dweight(dweight, dout, inp, *, accumulate, scratch=None, fp8_operand):
     """dweight (OC, C), bf16 or fp32, = dout.T @ inp, plus what it held if `accumulate`; after matmul_dout, inp (..., C)."""
-    if room is None:
+    if scratch is None:
         return matmul.matmul_dweight(dweight, dout, inp, accumulate=accumulate)
-    x, of_inp = _operand("fp8_inp", inp, room, fp8_operand, transposed=True)
-    total = room["fp8_sum"].view(-1)[: dweight.numel()].view(dweight.shape) if accumulate else dweight
-    _multiply(total, _dout(dout, room)[1], x, room["fp8_dout_scale"], of_inp)
+    x, of_inp = _operand("fp8_inp", inp, scratch, fp8_operand, transposed=True)
+    total = scratch["fp8_sum"].view(-1)[: dweight.numel()].view(dweight.shape) if accumulate else dweight
+    _multiply(total, _dout(dout, scratch)[1], x, scratch["fp8_dout_scale"], of_inp)
     if accumulate:
         dweight.add_(total)
 
 
-def _operand(name, x, room, fp8_operand, transposed=False):
+def _operand(name, x, scratch, fp8_operand, transposed=False):
     """x in FP8, as it lies or transposed, made in the scratch of that name; and its scale."""
     R, C = rows_of(x).shape
-    made, scale = _matrix(room[name], *((C, R) if transposed else (R, C))), room[f"{name}_scale"]
-    fp8_operand(scale, x, room, **{"columns" if transposed else "rows": made})
+    made, scale = _matrix(scratch[name], *((C, R) if transposed else (R, C))), scratch[f"{name}_scale"]
+    fp8_operand(scale, x, scratch, **{"columns" if transposed else "rows": made})
     return made, scale
 
 
-def _dout(dout, room):
+def _dout(dout, scratch):
     """Views of the scratch for dout in FP8: as it lies (rows, OC), and transposed (OC, rows)."""
     R, OC = rows_of(dout).shape
-    rows, columns = room["fp8_dout"]
+    rows, columns = scratch["fp8_dout"]
     return _matrix(rows, R, OC), _matrix(columns, OC, R)
 
 
