@@ -37,6 +37,20 @@ def test_scores_are_llmc_s_and_nan_until_the_window_is_full():
     assert scores[WINDOW_SIZE:] == pytest.approx(GOLDEN, abs=1e-9)
 
 
+def test_sums_are_updated_in_llmc_s_order_to_the_bit():
+    """Recomputed ones would differ in the last digits."""
+    xs = values()
+    total, total_sq = 0.0, 0.0
+    for i, x in enumerate(xs):
+        if i >= WINDOW_SIZE:
+            total -= xs[i - WINDOW_SIZE]
+            total_sq -= xs[i - WINDOW_SIZE] ** 2
+        total += x
+        total_sq += x * x
+    state = after(xs)[0].state()
+    assert (state["sum"], state["sum_sq"]) == (total.hex(), total_sq.hex())
+
+
 @pytest.mark.parametrize("count", (0, 1, WINDOW_SIZE - 1, WINDOW_SIZE, WINDOW_SIZE + 1, 199))
 @pytest.mark.parametrize("x", (0.1, 1e30, math.nan, math.inf))
 def test_an_undone_value_leaves_the_state_bitwise_as_it_was(count, x):
@@ -101,6 +115,25 @@ def test_a_detector_restored_from_json_goes_on_to_the_bit(count):
     restored.restore(json.loads(json.dumps(detector.state())))
     assert str([restored.update(x) for x in xs[count:]]) == str([detector.update(x) for x in xs[count:]])
     assert restored.state() == detector.state()
+
+
+def test_a_restored_detector_knows_how_large_its_sums_have_been():
+    """What a large value left in them shows only when all others are small: that is when they must be recomputed."""
+    detector, _ = after([1e4] + [3 + x for x in values()])
+    restored = OutlierDetector()
+    restored.restore(json.loads(json.dumps(detector.state())))
+    small = [x / 1000 for x in values()]
+    assert [restored.update(x) for x in small] == [detector.update(x) for x in small]
+
+
+def test_a_checkpoint_without_the_largest_sum_goes_on_from_what_it_has():
+    """As those of earlier versions are."""
+    detector, _ = after(values())
+    state = detector.state()
+    del state["largest"]
+    restored = OutlierDetector()
+    restored.restore(state)
+    assert restored.state() == state | {"largest": state["sum_sq"]}
 
 
 @pytest.mark.parametrize(

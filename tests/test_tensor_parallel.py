@@ -18,7 +18,7 @@ pytest.importorskip("numba", reason="no numba here, and torch's operators take n
 import parts_model
 from allocations import largest_allocation
 from oracle import assert_as_good_as_eager, logits_of, loss_and_gradients
-from parts_model import CONFIG, T, batch, build, case, whole
+from parts_model import CONFIG, SAMPLED, T, batch, build, case, whole
 from ranks_model import Ranks, raw
 from test_kernels import update_in_shares, updates
 from test_layers import (
@@ -125,7 +125,7 @@ def test_gradients_losses_and_logits_are_as_good_as_eager_torch_s(ranks, config,
         logits = logits_of({name: p.to(dtype) for name, p in alone.params.items()}, later[0], config)
         logits = logits if dtype == torch.float64 else logits.float()
         losses = torch.nn.functional.cross_entropy(logits.view(B * T, -1), later[1].view(-1), reduction="none")
-        sampled = logits_of({name: p.to(dtype) for name, p in alone.params.items()}, torch.tensor([[3, 1, 4, 1]]), config)
+        sampled = logits_of({name: p.to(dtype) for name, p in alone.params.items()}, torch.tensor([SAMPLED]), config)
         return losses.view(B, T), sampled[0]
 
     (eager_losses, eager_logits), (exact_losses, exact_logits) = evaluated(dtype), evaluated(torch.float64)
@@ -367,6 +367,19 @@ def test_weights_drawn_or_read_in_parts_are_those_of_the_whole_model(tmp_path, m
                 assert same_bits(model.flat["parameters"], mine)
                 if precision == "bf16":
                     assert (model.flat["master"] == mine).all()
+
+
+def test_rows_are_gathered_again_only_if_the_stream_was_used_for_something_else_since():
+    gathered = []
+    divided = Divided(SimpleNamespace(rank=0, size=2, gather_shares=lambda tensors, shares: gathered.append(shares[0].data_ptr()) or Done()))
+    divided._stream = torch.zeros(4)
+    x, y = torch.ones(2), torch.ones(2)
+    for use in (divided.gathered, divided.still_gathered, divided.partial, divided.still_gathered, divided.still_gathered):
+        use(x)
+    assert gathered == [x.data_ptr()] * 2
+    divided.gathered(y)
+    divided.still_gathered(x)
+    assert gathered[2:] == [y.data_ptr(), x.data_ptr()]
 
 
 def test_each_part_gets_the_tokens_it_has_by_their_number_there():

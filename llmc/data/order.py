@@ -29,7 +29,7 @@ def token_order(inputs) -> TokenOrder:
     """The TokenOrder of inputs (B, T): token ids below 2**31, of any integer type."""
     flat = np.asarray(inputs).ravel()
     # numpy's stable sort of 16-bit numbers is a radix sort: 0.25 ms for 65536 positions, against 2.1 ms for 64-bit ones
-    flat = flat.astype(np.uint16 if flat.max(initial=0) < 1 << 16 else np.int32)
+    flat = flat.astype(np.uint16 if flat.max() < 1 << 16 else np.int32)
     positions = np.argsort(flat, kind="stable")
     tokens_sorted = flat[positions]
     first = np.flatnonzero(np.concatenate(([True], tokens_sorted[1:] != tokens_sorted[:-1])))
