@@ -492,6 +492,7 @@ def test_waiting_for_checkpoints_is_a_way_to_fit_a_cpu():
     ways = {way.flags: way for way in ways_to_fit(o, least, 4)}
     assert ways["--async-checkpoint 0"].total_bytes == least
     assert ways["--async-checkpoint 0"].price == "training waits while a checkpoint is written"
+    assert ways["--async-checkpoint 0"].cost > 0
     assert not any(
         "async" in way.flags for way in ways_to_fit(replace(o, device="cuda"), Plan(replace(o, device="cuda")).total_bytes - 1, 4)
     )

@@ -144,6 +144,16 @@ def test_the_largest_batch_is_one_that_the_options_take():
     assert most_that_fit(o, budget) >= 35 and o.batch_multiple == 2
     assert largest_batch(o, budget) == max(B for B in range(2, 60, 2) if total(o, B=B) <= budget)
     assert largest_batch(o, total(o, B=1)) == 0
+    B, reason = choose_batch(o, budget, None)
+    assert B == largest_batch(o, budget) and reason.endswith("which fits and is a multiple of 2")
+
+
+def test_batches_that_the_options_take_are_multiples_of_what_one_sequence_lacks():
+    """A sequence has 7 rows, and in fch 2240 bytes, half of them in each of two parts; with -ge 3 it must be whole times 256."""
+    o = PlanOptions(ModelConfig(64, 61, 2, 4, 40, 64), 8, 7, device="cuda")
+    assert [replace(o, gelu_fusion=fusion).batch_multiple for fusion in range(4)] == [1, 1, 1, 4]
+    assert replace(o, gelu_fusion=3, tensor_parallel=2).batch_multiple == 8
+    assert replace(o, matmul="fp8").batch_multiple == 16
 
 
 def test_the_largest_batch_that_the_options_take_is_not_one_that_does_not_fit(monkeypatch):
@@ -179,6 +189,16 @@ def test_the_largest_batch_takes_few_plans_whatever_memory_is_like(monkeypatch, 
     assert curve(B) <= budget < curve(B + 1) and len(set(asked)) == len(asked) <= most
 
 
+def test_the_search_goes_on_over_several_dips(monkeypatch):
+    """Every eighth batch needs a tenth of what others do: beyond 10 only 16, 24 and so on up to 96 fit."""
+
+    def plan(o):
+        return SimpleNamespace(options=o, total_bytes=o.B * (100 if o.B % 8 == 0 else 1000), tensors={})
+
+    monkeypatch.setattr("llmc.memory.choose.Plan", plan)
+    assert largest_batch(CASES[0], 10_000) == 96
+
+
 @pytest.mark.parametrize("level", [0, 2, 5, 6])
 @pytest.mark.parametrize("form", [{"precision": "fp32"}, {"precision": "bf16", "head_chunk": 7}, {"device": "cuda"}], ids=str)
 def test_the_largest_batch_is_chosen_among_all_up_to_40(form, level):
@@ -205,21 +225,22 @@ def test_the_largest_batch_is_found_beyond_one_that_does_not_fit():
     assert choose_batch(o, budget, 22)[0] == 11
 
 
-def test_the_largest_batch_may_lie_as_far_beyond_as_a_card_has_processors():
-    """Of one head flash attention has two copies of dq up to 131 sequences, and one with 132, which need less."""
-    config = ModelConfig(max_seq_len=64, vocab_size=61, num_layers=1, num_heads=1, channels=64, padded_vocab_size=64)
-    o = PlanOptions(config, 1, 64, recompute=6, optimizer_state="bf16", device="cuda", attention="flash", processors=132)
+@pytest.mark.parametrize("processors, heads, one_copy", [(132, 1, 132), (301, 2, 151)])
+def test_the_largest_batch_may_lie_as_far_beyond_as_a_card_has_processors(processors, heads, one_copy):
+    """Of one head flash attention has two copies of dq up to 131 sequences, and one with 132, which need less. 301 is no multiple of 2."""
+    config = ModelConfig(max_seq_len=64, vocab_size=61, num_layers=1, num_heads=heads, channels=64 * heads, padded_vocab_size=64)
+    o = PlanOptions(config, 1, 64, recompute=6, optimizer_state="bf16", device="cuda", attention="flash", processors=processors)
     totals = {B: total(o, B=B) for B in range(1, 201)}
-    for budget in (totals[132], totals[132] - 1, totals[118], totals[121]):
+    for budget in (totals[one_copy], totals[one_copy] - 1, totals[one_copy - 14], totals[one_copy - 11]):
         assert largest_batch(o, budget) == max(B for B, needs in totals.items() if needs <= budget)
-    assert largest_batch(o, totals[132]) == 132 and totals[120] > totals[132]
+    assert largest_batch(o, totals[one_copy]) == one_copy and totals[one_copy - 12] > totals[one_copy]
 
 
-@pytest.mark.parametrize("sequences", [4, 6, 12])
-def test_the_largest_batch_may_be_a_whole_step_s_where_ranks_sum_every_micro_step_of_several(sequences):
+@pytest.mark.parametrize("sequences, T", [(4, 64), (6, 64), (12, 64), (40, 16)])
+def test_the_largest_batch_may_be_a_whole_step_s_where_ranks_sum_every_micro_step_of_several(sequences, T):
     """Two ranks keep such sums from one micro-step to the next, which a step of one does not need: one sequence may need more than many."""
-    o = PlanOptions(D12, 1, 64, data_ranks=2, reduce_every_micro_step=True, step_sequences=sequences)
-    totals = {B: total(o, B=B) for B in range(1, 20)}
+    o = PlanOptions(D12, 1, T, data_ranks=2, reduce_every_micro_step=True, step_sequences=sequences)
+    totals = {B: total(o, B=B) for B in range(1, sequences + 30)}
     assert totals[sequences - 1] > totals[sequences], "else this tests nothing"
     for budget in (min(totals.values()) - 1, totals[sequences] - 1, totals[sequences], totals[1] - 1, totals[1], totals[sequences - 1] - 1):
         fitting = [B for B, needs in totals.items() if needs <= budget]

@@ -106,6 +106,13 @@ def test_the_groups_of_a_model_s_parts_wait_as_long_as_the_world(monkeypatch):
     assert made == [([0, 1], 77), ([2, 3], 77), ([0, 2], 77), ([1, 3], 77)]
 
 
+def test_parts_of_a_single_copy_need_no_groups_beside_the_world(monkeypatch):
+    """On a GPU each would take memory."""
+    monkeypatch.setattr(dist, "new_group", None)
+    same_part, same_data, everyone = split_world(rank=1, size=2, parts=2, timeout_s=77)
+    assert [(g.rank, g.size) for g in (same_part, same_data, everyone)] == [(0, 1), (1, 2), (1, 2)]
+
+
 @pytest.mark.parametrize("words, expected, match", [
     ("CUDA out of memory", UserError, "rank 1 ran out of memory as the ranks connected; end what else"), ("NCCL", RuntimeError, "NCCL"),
 ])  # fmt: skip

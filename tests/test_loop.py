@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -734,6 +735,14 @@ def test_a_disk_without_room_for_the_checkpoints_is_noted(case, tmp_path, monkey
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * n - 1))
     assert f"{line}2; make room\n" in ran(*argv, "-x 3 -nk 1")
     assert "no room for that of step 2; make room\n" in ran(*argv, "-x 3 -o", tmp_path / "another")  # where -nk 1 would not help
+
+
+def test_a_checkpoint_s_bytes_are_those_of_its_model_and_of_every_rank_s_state():
+    """At stage 0 each rank writes all of m, v and the master, which are fp32 in files; from stage 1 on its share."""
+    o, n = PlanOptions(CONFIG, 4, 32, precision="bf16", data_ranks=2), num_parameters(CONFIG)
+    assert o.checkpoint_file_bytes == (2 + 2 * 12) * n
+    assert replace(o, zero_stage=1).checkpoint_file_bytes == (2 + 12) * n
+    assert replace(o, data_ranks=1, master="none", optimizer_state="bf16").checkpoint_file_bytes == (2 + 8) * n
 
 
 def test_another_seed_is_another_sample(case):

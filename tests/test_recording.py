@@ -64,7 +64,7 @@ def test_what_is_recorded_happens_at_a_replay_with_what_memory_holds_then():
 @pytest.mark.parametrize("work, what", [
     (lambda t: t + 1, "aten.add.Tensor makes a new tensor"), (lambda t: t[0].item(), "_local_scalar_dense.default asks for a number"),
     (lambda t: t.sum(), "aten.sum.default makes a new tensor"), (lambda t: t.clone(), "aten.clone.default makes a new tensor"),
-    (lambda t: torch.zeros(3), "aten.zeros.default makes a new tensor"),
+    (lambda t: torch.zeros(3), "aten.zeros.default makes a new tensor"), (lambda t: t.max(0), "aten.max.dim makes a new tensor"),
     (lambda t: torch.max(t, 0, out=(t, t.long())), "aten._to_copy.default makes a new tensor"),
     (lambda t: torch._foreach_add_([t, t], 1.0), "aten._foreach_add_.Scalar writes to more than one tensor"),
     (lambda t: gelu_forward(t.view(1, 1, 3), t.view(1, 1, 3), {}), "the kernel _gelu_forward has not run with such arguments before"),

@@ -371,7 +371,12 @@ def test_weights_drawn_or_read_in_parts_are_those_of_the_whole_model(tmp_path, m
 
 def test_rows_are_gathered_again_only_if_the_stream_was_used_for_something_else_since():
     gathered = []
-    divided = Divided(SimpleNamespace(rank=0, size=2, gather_shares=lambda tensors, shares: gathered.append(shares[0].data_ptr()) or Done()))
+
+    def gather_shares(tensors, shares):
+        gathered.append(shares[0].data_ptr())
+        return Done()
+
+    divided = Divided(SimpleNamespace(rank=0, size=2, gather_shares=gather_shares))
     divided._stream = torch.zeros(4)
     x, y = torch.ones(2), torch.ones(2)
     for use in (divided.gathered, divided.still_gathered, divided.partial, divided.still_gathered, divided.still_gathered):
@@ -478,3 +483,5 @@ def test_a_classifier_of_slices_survives_logits_beyond_exp():
     gradient, losses = sliced(logits, torch.tensor([2, 3, 0]), 4, 4, 2, 1.0)
     assert losses[0].tolist()[:2] == [0, 0] and abs(losses[0][2].item() - np.log(3)) < 1e-6
     assert gradient[:2].abs().max() == 0 and gradient[2, 3] == 0
+    _, losses = sliced(torch.full((1, 4), -1e4), torch.tensor([1]), 2, 2, 1, 1.0)
+    assert abs(losses[0].item() - np.log(2)) < 1e-6, "a slice that is all padding has no say in the maximum"

@@ -206,10 +206,11 @@ def test_the_orders_of_several_micro_steps_sums_differ_by_their_rounding(run, ke
 
 
 def test_a_width_that_the_ranks_do_not_divide_is_summed_as_a_whole(run):
+    """Once a step, whatever was asked."""
     config = replace(CONFIG, num_heads=5, channels=50)
     common = dict(config=config, accumulation=2, poisoned=True)
     cases = [case(4, 0, collectives=how, **common) for how in ("real", "early", "late")]
-    assert_same_bits(run, cases)
+    assert_same_bits(run, [*cases, case(4, 0, forms=FORMS["fp32"] | EVERY, **common)])
     alone, shared = case(1, **common), cases[0]
     assert not shared.options.shares
     results = run(alone, shared)

@@ -80,7 +80,6 @@ class Group:
         numbers = torch.zeros(self.size, device=device)
         for collective in (self.sum_shares, self.gather_shares, self.sum_whole):
             collective([numbers]).wait()
-        self.sent.clear()
 
     def share(self, tensor):
         """This rank's share of a flat tensor, as a view."""

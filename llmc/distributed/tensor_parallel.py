@@ -199,8 +199,8 @@ def sliced_classifier_inplace(logits, targets, group, scratch, *, V, dloss, rows
         x = logits[part, :V]
         return x if in_fp32 else scratch["classifier_rows"][: part.stop - part.start, :V].copy_(x)
 
-    for s, start in ((row_max, float("-inf")), (row_sum, 0.0), (target_logit, 0.0)):
-        s.fill_(start)
+    row_max.fill_(float("-inf"))
+    row_sum.zero_()
     for part in pieces:
         torch.amax(widened(part), 1, out=row_max[part])
     group.largest([row_max]).wait()

@@ -1,7 +1,7 @@
 """What a plan is made for: the model, the batch and everything else that says how a run stores and computes its numbers."""
 
 from dataclasses import dataclass, replace
-from math import gcd, lcm, prod
+from math import gcd, prod
 
 from llmc.config import ModelConfig
 from llmc.memory.ladder import NOT_KEPT
@@ -76,10 +76,11 @@ class PlanOptions:
     @property
     def batch_multiple(self) -> int:
         """What B must be a multiple of: with FP8, so that it can be multiplied; with -ge 3, so that every layer's fch is aligned alike."""
-        multiple = FP8_MULTIPLE // gcd(FP8_MULTIPLE, self.T) if self.matmul == "fp8" else 1
+        if self.matmul == "fp8":
+            return FP8_MULTIPLE // gcd(FP8_MULTIPLE, self.T)
         if self.gelu_fusion and self.gelu_repeats:
-            multiple = lcm(multiple, ALIGNMENT // gcd(ALIGNMENT, self.gelu_input_bytes // self.B))
-        return multiple
+            return ALIGNMENT // gcd(ALIGNMENT, self.gelu_input_bytes // self.B)
+        return 1
 
     @property
     def attention_kind(self) -> str:

@@ -74,7 +74,7 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     """For numba's matmuls: Wm workers, Rm rows for the sums of all workers, Nf numbers in a factor, and Pm factors that are packed at once
     of a left matrix stored by columns: as many of its rows as fit, but at least a block's, each padded to a multiple of TILE_DEPTH."""
     tuning, sizes, rows = TUNING[o.device], sizes_of(o.config, parts=o.tensor_parallel), o.B * o.T
-    widest = max(sizes["C"], sizes["k"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
+    widest = max(sizes["C"], 3 * sizes["k"], 4 * sizes["f"], sizes["w"])
     workers, depth = max(1, min(tuning.matmul_workers, -(-widest // MATMUL_PANEL))), round_up(rows, TILE_DEPTH)
     return {
         "Wm": workers,
