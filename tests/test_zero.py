@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from ranks_model import CONFIG, Ranks, case, whole
 
 from llmc.distributed.sharing import OneRank, Sharing
@@ -19,7 +20,7 @@ from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.ladder import segments
 from llmc.memory.slots import LAYER_SLOTS
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
-from llmc.memory.tuning import RANK_NUMBERS
+from llmc.memory.tuning import RANK_NUMBERS, STOPS, WRITTEN
 
 FORMS = {
     "fp32": {"precision": "fp32"},
@@ -78,6 +79,14 @@ def test_the_model_makes_the_same_calls_to_one_and_to_several(one, several):
                 for name, f in found.items()}  # fmt: skip
 
     assert calls(one).items() <= calls(several).items()
+
+
+def test_any_rank_may_ask_to_stop_and_a_checkpoint_is_there_when_all_have_written_theirs():
+    sharing = object.__new__(Sharing)
+    sharing._acts = {"rank_numbers": torch.zeros(3, RANK_NUMBERS)}
+    sharing._acts["rank_numbers"][1, STOPS] = 1
+    sharing._acts["rank_numbers"][:, WRITTEN] = torch.tensor([3.0, 2.0, 4.0])
+    assert (sharing.stops, sharing.written_by_all) == (1, 2)
 
 
 def assert_same_bits(run, cases):
