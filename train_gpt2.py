@@ -369,7 +369,7 @@ def print_disk_note(run: Run):
 
 def compile_kernels(run: Run):
     """Have numba's kernels compiled, where they run, and say so if that takes long."""
-    if run.plan.options.kernel_set != "numba":
+    if run.plan.options.kernels != "numba":
         return
     from llmc.rehearsal import compile_kernels as compile_all
 

@@ -59,7 +59,7 @@ class GPT2:
         self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
         self.gradient_groups = gradient_groups(o.config) if o.trains else {}
-        self.ops = operations(o.kernel_set, o.matmul, o.attention_kind)
+        self.ops = operations(o.kernels, o.matmul, o.attention)
         self.run = graphs.run if graphs else run_at_once
         self.seed = seed
         # seeds every stochastic rounding; the same on all ranks, which must agree on the weights

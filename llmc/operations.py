@@ -11,7 +11,7 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
     splits is there as its two halves.
 
     matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
-    attention  the kind, as PlanOptions.attention_kind has it
+    attention  the kind, as PlanOptions.attention has it
     """
     if kernels == "numba":
         from llmc.kernels_cpu.functions import numba_operations

@@ -66,7 +66,7 @@ def print_sizes(plan: Plan, total_batch_size: int, grad_accum_steps: int):
 
 def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     """The line that says which of several ways to compute the same a run takes."""
-    ways = {"kernels": o.kernel_set, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
+    ways = {"kernels": o.kernels, "attention": "in blocks", "head": f"{head_chunk_rows(o)} rows of logits at once"}
     if o.device == "cpu":
         ways["matmul"] = {"native": "torch", "numba": "numba", "widened": "torch"}[o.matmul]
         if o.multiplied_in != o.precision:
@@ -74,7 +74,7 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
         ways["graphs"] = "on" if graphs else "off"
     if o.device == "cuda":
         matmul = "fp8 in layers" if o.matmul == "fp8" else MATMUL_LIBRARY[s.matmul]
-        ways |= {"attention": o.attention_kind, "matmul": matmul, "CUDA graphs": "on" if graphs else "off"}
+        ways |= {"attention": o.attention, "matmul": matmul, "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 

@@ -43,15 +43,15 @@ HEAD_SIZES = {"flash": range(8, 257, 8), "cudnn": range(8, 129, 8), "triton": ra
 
 def check_attention(o: PlanOptions):
     """Raise UserError unless the attention of these options takes their type and heads, and what it is written in is there."""
-    kind, head_size = o.attention_kind, o.config.head_size
-    if kind == "triton" and o.kernel_set != "triton":
-        raise UserError(f"--attention triton goes with --kernels triton, and this run has --kernels {o.kernel_set}; leave one of them out")
+    kind, head_size = o.attention, o.config.head_size
+    if kind == "triton" and o.kernels != "triton":
+        raise UserError(f"--attention triton goes with --kernels triton, and this run has --kernels {o.kernels}; leave one of them out")
     sizes = HEAD_SIZES.get(kind)
     if sizes and o.precision == "fp32":
         raise UserError(f"--attention {kind} has no fp32 form; leave it out, or train in bf16")
     if sizes and head_size not in sizes:
         taken = "sizes" if sizes.step == 1 else f"multiples of {sizes.step}"
-        repeating = ("flash", "triton") if o.kernel_set == "triton" else ("flash",)
+        repeating = ("flash", "triton") if o.kernels == "triton" else ("flash",)
         others = "".join(f"{other} or " for other in repeating if head_size in HEAD_SIZES[other])
         raise UserError(
             f"heads of size {head_size}: {kind} attention takes {taken} up to {sizes[-1]} in bf16; "
@@ -76,8 +76,8 @@ def check_fp8(o: PlanOptions, device: Device):
         raise UserError(f"--matmul fp8 is for Hopper and later, SM90, and this run is on {device.name}; leave it out")
     if o.precision == "fp32":
         raise UserError("--matmul fp8 is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")
-    if o.kernel_set != "triton":
-        raise UserError(f"--matmul fp8 goes with --kernels triton, and this run has --kernels {o.kernel_set}; leave one of them out")
+    if o.kernels != "triton":
+        raise UserError(f"--matmul fp8 goes with --kernels triton, and this run has --kernels {o.kernels}; leave one of them out")
     if o.gelu_fusion:
         raise UserError(f"--matmul fp8 -ge {o.gelu_fusion}: GELU joins matmuls of bf16, and these are FP8; leave one of them out")
 

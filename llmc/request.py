@@ -120,7 +120,7 @@ def settle_kernels_of(s: Settings, backend) -> tuple[Settings, list[str]]:
 def settle_graphs(s: Settings, o: PlanOptions) -> bool:
     """Whether steps run as graphs: CUDA's, on a CPU lists of calls. Raises UserError where --cuda-graph 1 cannot be honoured."""
     why_not, kernels = "", "triton" if o.device == "cuda" else "numba"
-    if o.kernel_set != kernels:
+    if o.kernels != kernels:
         why_not = f"torch's operators ask the host for numbers in the middle of a step; use --kernels {kernels}"
     elif widens(o):
         why_not = "torch's matmuls of widened factors take their precision from the host; use --matmul numba"

@@ -92,7 +92,7 @@ def compare_with(run, record, label, **options):
     record["notes"].append("ratios are our time over PyTorch's: below 1, ours is faster")
     if run.cuda:
         shape = (s.B, s.config.num_heads, s.T, s.config.head_size)
-        ours = run.options(s.config, s.B, s.T).attention_kind
+        ours = run.options(s.config, s.B, s.T).attention
         record["notes"].append(f"attention is PyTorch's choice of {attention_of_torch(run, shape)}, and ours {ours}")
 
 

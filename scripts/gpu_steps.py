@@ -322,7 +322,7 @@ def attention_steps(run, record):
     """Steps by every kind of attention except that of the steps before: no other choice changes a step's time as much."""
     if not run.cuda:
         raise Skip("a CPU has one kind")
-    usual = run.options(run.sizes.config, run.sizes.B, run.sizes.T).attention_kind
+    usual = run.options(run.sizes.config, run.sizes.B, run.sizes.T).attention
     kinds = ("flash", "triton", "cudnn") if run.kernels == "triton" else ("flash", "cudnn")
     measure_forms(run, record, [(f"-r 0, {kind} attention", {"attention": kind}) for kind in kinds if kind != usual])
     record["notes"].append(f"the steps before are by {usual} attention")

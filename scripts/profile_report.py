@@ -160,7 +160,7 @@ def as_json(profile: Profile) -> dict:
 
     return {
         "model": run.settings.model, "batch_size": o.B, "sequence_length": o.T, "recompute": o.recompute, "precision": o.precision,
-        "kernels": o.kernel_set, "attention": o.attention_kind, "gelu_fusion": o.gelu_fusion,
+        "kernels": o.kernels, "attention": o.attention, "gelu_fusion": o.gelu_fusion,
         "device": run.backend.name, "torch": profile.torch_version, "notes": run.notes,
         "copy_gb_s": profile.limits.copy_gb_s, "matmul_tflop_s": profile.limits.matmul_tflops,
         "step_ms": step_ms, "steps_ms": profile.ms, "plain_step_ms": profile.plain_step_ms, "plain_steps_ms": profile.plain_ms,

@@ -204,7 +204,7 @@ def test_a_step_is_its_micro_steps_and_one_update(form, update_bytes, level):
 def test_the_update_of_a_rank_moves_its_share(form, update_bytes, stage, share):
     """Of 8 ranks with 2 parts each the norm reads an eighth of a part's gradients at every stage; from stage 1 on the update is of one."""
     o = PlanOptions(D12, 4, 768, data_ranks=8, zero_stage=stage, tensor_parallel=2, **form)
-    n, grad = num_parameters(D12, 2), 4 if o.gradients == "fp32" else 2
+    n, grad = num_parameters(D12, 2), 4 if o.grad_dtype == "fp32" else 2
     assert update_bytes_of(o) == n // 8 * grad + n // share * (update_bytes - grad)
 
 

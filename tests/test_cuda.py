@@ -54,7 +54,7 @@ def skip_without_fp8(forms):
 def test_cuda_attention_accepts_the_arenas_views(precision, kind):
     """Shapes only, on the meta device: T = 33 shows the padding of fp32's row statistics. Every kind of kernel, and the default."""
     plan = Plan(PlanOptions(SMALL, 2, 33, precision=precision, device="cuda", attention=kind, kernels="torch"))
-    kind = plan.options.attention_kind
+    kind = plan.options.attention
     assert kind != "cpu"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     C, NH = SMALL.channels, SMALL.num_heads

@@ -199,7 +199,7 @@ def timeline(plan):
 
     A moment is one launch: of a matmul or attention, or of a pass that does several stages at once.
     """
-    room = ROOMS[plan.options.kernel_set]
+    room = ROOMS[plan.options.kernels]
     matmul_room = MATMUL_ROOMS[plan.options.matmul]
 
     def room_of(name):
@@ -387,9 +387,9 @@ def test_each_form_has_its_own_working_room_and_no_other(config, B, T):
     for kernels in ("triton", "numba"):
         room[kernels] |= {"token_order", "token_groups", "token_seed"}
     for o in all_options(config, B, T):
-        others = set().union(*room.values()) - room[o.kernel_set] - (OUTSIDE["checkpoint"] if o.fused else set())
+        others = set().union(*room.values()) - room[o.kernels] - (OUTSIDE["checkpoint"] if o.fused else set())
         assert not others & set(Plan(o).tensors)
-        assert o.kernel_set == o.kernels and o.fused == (o.kernels != "torch")
+        assert o.fused == (o.kernels != "torch")
     assert [PlanOptions(config, B, T, device=device).fused for device in ("cpu", "cuda")] == [False, True]
 
 
@@ -497,12 +497,24 @@ def test_a_matmul_s_workspace_is_planned_wherever_gelu_is_in_one():
 
 def test_attention_kinds_are_the_device_s_own_unless_asked_for():
     def kind(**changes):
-        return PlanOptions(ODD, 3, 7, **changes).attention_kind
+        return PlanOptions(ODD, 3, 7, **changes).attention
 
     assert [kind(), kind(precision="fp32")] == ["cpu", "cpu"]
     assert [kind(device="cuda"), kind(device="cuda", precision="fp32")] == ["triton", "efficient"]
     assert kind(device="cuda", kernels="torch") == "flash"
     assert [kind(device="cuda", attention=wish) for wish in ("flash", "cudnn", "triton")] == ["flash", "cudnn", "triton"]
+
+
+def test_what_options_leave_empty_has_the_value_that_follows_from_the_rest():
+    """Types follow the weights, kernels the device; what is given stays."""
+    for precision in ("fp32", "bf16"):
+        o = PlanOptions(ODD, 3, 7, precision=precision)
+        assert (o.grad_dtype, o.factors, o.kernels) == (precision, precision, "torch")
+    assert PlanOptions(ODD, 3, 7, device="cuda").kernels == "triton"
+    given = {"grad_dtype": "fp32", "factors": "fp32", "kernels": "torch"}
+    o = PlanOptions(ODD, 3, 7, device="cuda", **given)
+    assert {name: getattr(o, name) for name in given} == given
+    assert o.only_evaluating().grad_dtype == "bf16"  # as there are no gradients
 
 
 def test_plan_holds_every_activation_with_its_own_shape_and_type():

@@ -75,8 +75,8 @@ def test_numba_s_kernels_multiply_pairs_of_bf16_where_that_is_faster_than_fp32(m
     """And the peak that MFU is relative to is that of what is multiplied."""
     cpuinfo(tmp_path, monkeypatch, *processor)
     o = options("--kernels numba --matmul numba", "bf16", "cpu")
-    assert (o.factor_type, o.multiplied_in) == (multiplied, multiplied)
-    assert options("--kernels numba", "fp32", "cpu").factor_type == "fp32"
+    assert (o.factors, o.multiplied_in) == (multiplied, multiplied)
+    assert options("--kernels numba", "fp32", "cpu").factors == "fp32"
     assert options("", "bf16", "cuda").multiplied_in == "bf16"
 
 
@@ -353,14 +353,14 @@ def test_the_plan_is_of_the_kernels_that_will_run(triton):
 def test_attention_is_the_one_asked_for_and_by_default_one_that_repeats_its_bits(precision, flags, kind):
     o = options(flags, precision)
     check_attention(o)
-    assert o.attention_kind == kind
+    assert o.attention == kind
 
 
 @pytest.mark.parametrize("head_size, kind", [(8, "triton"), (128, "triton"), (136, "flash"), (256, "flash")])
 def test_attention_is_this_project_s_up_to_the_largest_heads_it_takes(head_size, kind):
     o = options(config=replace(D12, channels=2 * head_size, num_heads=2))
     check_attention(o)
-    assert o.attention_kind == kind
+    assert o.attention == kind
 
 
 @pytest.mark.parametrize("precision, flags, head_size, sentence", [

@@ -211,7 +211,7 @@ def test_ranks_see_what_one_rank_sees_of_the_same_batch(run, kernels, ranks):
 def test_the_orders_of_several_micro_steps_sums_differ_by_their_rounding(run, kernels, form, ranks):
     cases = [case(ranks, stage, kernels=kernels, forms=FORMS[form], accumulation=3, steps=1) for stage in (0, 2)]
     first, second = ((seen, one.options) for one, seen in zip(cases, run(*cases)))
-    assert_close(second, first, ulps=4, one=2.0**-7 if cases[0].options.gradients == "bf16" else ULP)
+    assert_close(second, first, ulps=4, one=2.0**-7 if cases[0].options.grad_dtype == "bf16" else ULP)
 
 
 def test_a_width_that_the_ranks_do_not_divide_is_summed_as_a_whole(run):
@@ -263,7 +263,7 @@ def expected_sent(one) -> dict:
     and everywhere the few numbers of combine().
     """
     o, A = one.options, one.accumulation
-    P, G = (num_parameters(o.config) * DTYPE_BYTES[t] for t in (o.precision, o.gradients))
+    P, G = (num_parameters(o.config) * DTYPE_BYTES[t] for t in (o.precision, o.grad_dtype))
     sent = {"all-gather": 4 * RANK_NUMBERS * o.data_ranks, "reduce-scatter": G * (A if o.zero_stage >= 2 or o.step_sequences else 1)}
     if o.zero_stage == 0:
         sent["all-gather"] += G

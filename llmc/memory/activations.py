@@ -40,7 +40,7 @@ class PlannedTensor:
 
 def activation_tensors(o: PlanOptions):
     """Every tensor of the activation arena, not yet placed."""
-    sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.gradients, "factor": o.factor_type}
+    sizes, types = plan_sizes(o), {"act": o.precision, "grad": o.grad_dtype, "factor": o.factors}
     rows = (*_block_rows(o), *_head_rows(o), *_working_rows(o), *_rank_rows(o), *_update_rows(o), *_sample_rows(o))
     for name, purpose, shape, dtype, *spans in rows:
         if spans := spans if o.trains else _of_evaluation(spans, stage_line(o.recompute)):
@@ -95,7 +95,7 @@ def _head_rows(o: PlanOptions):
     if head_sums(o):
         yield "dwte_sum", "head", "w C", "fp32", head
         yield "dwte_group", "head", "w C", "bf16", head
-    if o.trains and o.gradients != o.precision and widens(o):
+    if o.trains and o.grad_dtype != o.precision and widens(o):
         yield "head_widened", "head scratch", "Hw", "fp32", head
 
 
@@ -110,11 +110,11 @@ def _working_rows(o: PlanOptions):
         yield "matmul_packed", "scratch", "Pm Nf", "factor", STEP
     if o.matmul == "fp8":
         yield from _fp8_rows(o)
-    if o.attention_kind == "cpu":
+    if o.attention == "cpu":
         spans = _spans_of(o, ("attention", "attention_backward"))
-        for name, shape, dtype in NUMBA_ATTENTION if o.kernel_set == "numba" else TORCH_ATTENTION:
+        for name, shape, dtype in NUMBA_ATTENTION if o.kernels == "numba" else TORCH_ATTENTION:
             yield f"attention_{name}", "scratch", shape, dtype, *spans
-    if o.attention_kind == "triton":
+    if o.attention == "triton":
         for name, shape, dtype in TRITON_ATTENTION:
             yield f"attention_{name}", "scratch", shape, dtype, ("backward: attention_backward",) * 2
     if o.gelu_fusion:
@@ -131,8 +131,8 @@ def _working_rows(o: PlanOptions):
     yield "column_sums", "scratch", "2 4C", "fp32", backward
     if o.precision != "fp32":
         yield "encoder_rows", "scratch", "B T C", "fp32", encoder
-    yield "encoder_sums", "scratch", "T C" if o.gradients == "fp32" else "B T C", "fp32", encoder
-    if o.gradients != "fp32":
+    yield "encoder_sums", "scratch", "T C" if o.grad_dtype == "fp32" else "B T C", "fp32", encoder
+    if o.grad_dtype != "fp32":
         yield "encoder_gathered", "scratch", "B T C", "act", encoder
 
 
@@ -207,7 +207,7 @@ def _update_rows(o: PlanOptions):
         yield "update_layout", "scratch", f"{len(PARAMETERS)} {UPDATE_COLUMNS}", "int64", update
         yield "update_numbers", "scratch", str(NUMBERS_OF_TENSOR * len(PARAMETERS) + NUMBERS_OF_STEP), "int32", update
         return
-    if o.gradients != "fp32":
+    if o.grad_dtype != "fp32":
         yield "norm_work", "scratch", "Nw", "fp32", update
         yield "update_gradient", "scratch", "U", "fp32", update
     if o.optimizer_state != "fp32":

@@ -82,7 +82,7 @@ def _stage(o, sizes, stage) -> tuple[int, int]:
     for name in stage.weights:
         n_bytes += _layer_elements(name, sizes) * DTYPE_BYTES[o.precision]
     for name in stage.grads:  # read and written: micro-steps add up
-        n_bytes += 2 * _layer_elements(name, sizes) * DTYPE_BYTES[o.gradients]
+        n_bytes += 2 * _layer_elements(name, sizes) * DTYPE_BYTES[o.grad_dtype]
     if o.matmul == "fp8" and stage.is_matmul:
         n_bytes += _fp8_bytes(o, sizes, stage)
     return prod(resolve(stage.flops, sizes)), n_bytes
@@ -117,7 +117,7 @@ def _head(o, sizes) -> tuple[int, int]:
         forward, backward = passes
         return forward + backward if o.trains else forward
 
-    element, grad = DTYPE_BYTES[o.precision], DTYPE_BYTES[o.gradients]
+    element, grad = DTYPE_BYTES[o.precision], DTYPE_BYTES[o.grad_dtype]
     rows, C, w = o.B * o.T, o.config.channels, sizes["w"]
     own_rows = rows // o.tensor_parallel  # lnf's are this part's alone
     chunks = -(-rows // head_chunk_rows(o))
@@ -136,7 +136,7 @@ def _update_bytes(o) -> int:
     normed, updated = o.num_parameters // (o.data_ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
     weights = DTYPE_BYTES[o.precision] * (1 if o.keeps_master else 2)
     state = 0 if o.offload_optimizer else optimizer_traffic(o)
-    return DTYPE_BYTES[o.gradients] * (normed + updated) + updated * weights + state
+    return DTYPE_BYTES[o.grad_dtype] * (normed + updated) + updated * weights + state
 
 
 def optimizer_traffic(o: PlanOptions) -> int:

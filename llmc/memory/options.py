@@ -1,6 +1,7 @@
 """What a plan is made for: the model, the batch and everything else that says how a run stores and computes its numbers."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd, prod
 
 from llmc.config import ModelConfig
@@ -24,13 +25,13 @@ class PlanOptions:
     recompute: int = 1
     master: str = "fp32"  # of a bf16 model: fp32 | bits16, the 16 bits its weights lack | none
     optimizer_state: str = "fp32"  # fp32 | bf16, of m and v
-    grad_dtype: str = ""  # fp32 | bf16; empty: as the weights
+    grad_dtype: str = ""  # fp32 | bf16, of gradients; empty: as the weights
     offload_residual: bool = False
     offload_optimizer: bool = False  # m, v and the master lie in pinned host memory, where a GPU's update reads and writes them
     device: str = "cpu"  # cpu | cuda
-    kernels: str = ""  # torch | triton | numba, each with scratch of its own; empty: triton on CUDA, else torch
+    kernels: str = ""  # torch | triton | numba: who runs what is no matmul and no GPU's attention; empty: triton on CUDA, else torch
     gelu_fusion: int = 0  # fused into matmuls: 0 nothing | 1 GELU | 2 GELU and its gradient | 3 its gradient alone
-    attention: str = ""  # cpu | flash | cudnn | efficient | triton; empty: the device's default
+    attention: str = ""  # cpu | flash | cudnn | efficient | triton; empty: as _default_attention has it
     head_chunk: int = 0  # rows; 0 = automatic
     sample_length: int = 64
     data_ranks: int = 1  # ranks that train on different data
@@ -46,6 +47,23 @@ class PlanOptions:
     trains: bool = True  # else it only evaluates and samples: no gradients, no optimizer state, and nothing is kept for backward
     rank: int = 0  # whose plan it is. Only the copy of async_checkpoint depends on it: rank 0's is the largest, so all choose by its plan
 
+    def __post_init__(self):
+        """Give what was left empty its value, which replace() then keeps, whatever else it changes."""
+        fill = partial(object.__setattr__, self)
+        fill("grad_dtype", self.grad_dtype or self.precision)
+        fill("factors", self.factors or self.precision)
+        fill("kernels", self.kernels or ("triton" if self.device == "cuda" else "torch"))
+        fill("attention", self.attention or self._default_attention())
+
+    def _default_attention(self) -> str:
+        """On CUDA in bf16 this project's where it can: it is faster than flash, the other kind that repeats its bits. Neither has an fp32
+        form."""
+        if self.device == "cpu":
+            return "cpu"
+        if self.precision == "fp32":
+            return "efficient"
+        return "triton" if self.kernels == "triton" and self.config.head_size <= MOST_HEAD_CHANNELS else "flash"
+
     def only_evaluating(self) -> "PlanOptions":
         """These options for a run that trains nothing: without all that is only for training, at the level that keeps least."""
         return replace(
@@ -54,14 +72,9 @@ class PlanOptions:
         )  # fmt: skip
 
     @property
-    def kernel_set(self) -> str:
-        """torch, triton or numba: whose code runs what is not a matmul or a GPU's attention."""
-        return self.kernels or ("triton" if self.device == "cuda" else "torch")
-
-    @property
     def fused(self) -> bool:
         """Whether it is kernels, each of which goes over its tensors once, rather than torch's operations, which go piece by piece."""
-        return self.kernel_set != "torch"
+        return self.kernels != "torch"
 
     @property
     def gelu_repeats(self) -> bool:
@@ -83,31 +96,9 @@ class PlanOptions:
         return 1
 
     @property
-    def attention_kind(self) -> str:
-        """Whose attention runs. On CUDA in bf16 this project's where it can: it is faster than flash, the other kind that repeats its bits.
-        Neither has an fp32 form."""
-        if self.attention:
-            return self.attention
-        if self.device == "cpu":
-            return "cpu"
-        if self.precision == "fp32":
-            return "efficient"
-        return "triton" if self.kernel_set == "triton" and self.config.head_size <= MOST_HEAD_CHANNELS else "flash"
-
-    @property
     def multiplied_in(self) -> str:
         """Type of the factors of matmuls; with fp8, of the head's matmuls."""
-        return {"numba": self.factor_type, "widened": "fp32"}.get(self.matmul, self.precision)
-
-    @property
-    def factor_type(self) -> str:
-        """Type of the factors that numba's kernels multiply."""
-        return self.factors or self.precision
-
-    @property
-    def gradients(self) -> str:
-        """Type of the gradients."""
-        return self.grad_dtype or self.precision
+        return {"numba": self.factors, "widened": "fp32"}.get(self.matmul, self.precision)
 
     @property
     def keeps_master(self) -> bool:

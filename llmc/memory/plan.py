@@ -61,7 +61,7 @@ class Plan:
         o = self.options
         if not o.trains:
             return {"parameters": o.precision}
-        types = {"parameters": o.precision, "gradients": o.gradients, "m": o.optimizer_state, "v": o.optimizer_state}
+        types = {"parameters": o.precision, "gradients": o.grad_dtype, "m": o.optimizer_state, "v": o.optimizer_state}
         return types | ({"master": "fp32"} if o.keeps_master else {}) | ({"master_bits": "int16"} if o.keeps_bits else {})
 
     @property

@@ -97,8 +97,8 @@ def describe(o: PlanOptions) -> str:
         forms.append({"fp32": "fp32 master weights", "bits16": "master weights in 16 more bits", "none": "no master weights"}[o.master])
     if o.optimizer_state != "fp32":
         forms.append(f"m and v in {o.optimizer_state}")
-    if o.gradients != o.precision:
-        forms.append(f"gradients in {o.gradients}")
+    if o.grad_dtype != o.precision:
+        forms.append(f"gradients in {o.grad_dtype}")
     if o.matmul == "numba":
         forms.append("matmuls by numba")
     if o.matmul == "fp8":
@@ -209,9 +209,9 @@ def options_json(o: PlanOptions) -> dict:
     return {
         "trains": o.trains, "batch_size": o.B, "sequence_length": o.T, "precision": o.precision, "device": o.device,
         "recompute": o.recompute, "master": o.master if o.precision == "bf16" else None, "optimizer_state": o.optimizer_state,
-        "grad_dtype": o.gradients,
-        "matmul": None if o.device == "cuda" and o.matmul == "native" else o.matmul, "factors": o.factor_type,
-        "kernels": o.kernel_set, "attention": o.attention_kind, "gelu_fusion": o.gelu_fusion, "sample_length": o.sample_length,
+        "grad_dtype": o.grad_dtype,
+        "matmul": None if o.device == "cuda" and o.matmul == "native" else o.matmul, "factors": o.factors,
+        "kernels": o.kernels, "attention": o.attention, "gelu_fusion": o.gelu_fusion, "sample_length": o.sample_length,
         "processors": o.processors if o.device == "cuda" else None, "sequences_per_step": max(o.B, o.step_sequences), "rank": o.rank,
         "offload_residual": o.offload_residual, "offload_optimizer": o.offload_optimizer, "head_chunk": o.head_chunk,
         "async_checkpoint": o.async_checkpoint, "ranks": o.ranks, "zero_stage": o.zero_stage, "tensor_parallel": o.tensor_parallel,

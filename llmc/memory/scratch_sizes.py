@@ -51,12 +51,12 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
     tuning = TUNING[o.device]
     rows = o.B * o.T
     return sizes_of(o.config, o.B, o.T, o.tensor_parallel) | _attention_sizes(o) | _matmul_sizes(o) | _fp8_sizes(o) | {
-        "Tp": round_up(o.T, 32 if o.attention_kind == "efficient" else 1),
+        "Tp": round_up(o.T, 32 if o.attention == "efficient" else 1),
         "R": head_chunk_rows(o),
         "Rc": classifier_rows(o),
         "Hw": head_chunk_rows(o) * (o.config.padded_vocab_size // o.tensor_parallel + o.config.channels),
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
-        "Pc": COLUMN_PARTIALS if o.kernel_set == "triton" else CPU_COLUMN_PARTIALS,
+        "Pc": COLUMN_PARTIALS if o.kernels == "triton" else CPU_COLUMN_PARTIALS,
         "Np": NORM_PARTIALS if o.fused else norm_partials(o),
         "Nw": min(tuning.update_elements, o.num_parameters),
         "Rw": max(1, min(rows, tuning.widened_rows)),
@@ -79,7 +79,7 @@ def _matmul_sizes(o: PlanOptions) -> dict[str, int]:
     return {
         "Wm": workers,
         "Rm": workers * min(MATMUL_ROWS, round_up(max(rows, widest), MATMUL_BLOCK)),
-        "Nf": 4 // DTYPE_BYTES[o.factor_type],
+        "Nf": 4 // DTYPE_BYTES[o.factors],
         "Pm": MATMUL_BLOCK * depth * max(1, min(tuning.packed_factors // (MATMUL_BLOCK * depth), -(-widest // MATMUL_BLOCK))),
     }
 
@@ -106,7 +106,7 @@ def head_chunk_rows(o: PlanOptions) -> int:
 
 def head_sums(o: PlanOptions) -> bool:
     """Whether the head's weight gradient is added up in fp32 first: bf16 would lose bits over more than a few chunks."""
-    return o.trains and o.gradients == "bf16" and o.B * o.T > HEAD_GROUP * head_chunk_rows(o)
+    return o.trains and o.grad_dtype == "bf16" and o.B * o.T > HEAD_GROUP * head_chunk_rows(o)
 
 
 def classifier_rows(o: PlanOptions) -> int:
@@ -118,7 +118,7 @@ def classifier_rows(o: PlanOptions) -> int:
 def widens(o: PlanOptions) -> bool:
     """Whether bf16 factors of weight gradients are widened: either all matmuls widen, or torch's on this device cannot make fp32 gradients
     from them."""
-    needed = o.gradients != o.precision and TUNING[o.device].widened_rows > 0 and o.matmul != "numba"
+    needed = o.grad_dtype != o.precision and TUNING[o.device].widened_rows > 0 and o.matmul != "numba"
     return o.matmul == "widened" or needed
 
 
@@ -139,7 +139,7 @@ def attention_workers(o: PlanOptions) -> int:
     """The most threads that numba's attention keeps busy, each with a head."""
     sizes = _attention_sizes(o) | {"Wa": 1}
     rooms = (row for row in NUMBA_ATTENTION if row[1].startswith("Wa"))
-    each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.factor_type if dtype == "factor" else dtype] for _, shape, dtype in rooms)
+    each = sum(prod(resolve(shape, sizes)) * DTYPE_BYTES[o.factors if dtype == "factor" else dtype] for _, shape, dtype in rooms)
     return max(1, min(o.B * o.heads, TUNING[o.device].worker_bytes // each))
 
 
@@ -168,16 +168,16 @@ def attention_library_bytes(o: PlanOptions) -> int:
 
     In backward it is dq, dk and dv, the row sums of do * o, and a sum of dq in fp32, in whole tiles; as of torch 2.11.
     """
-    if o.attention_kind in ("cpu", "triton"):
+    if o.attention in ("cpu", "triton"):
         return 0
     HS, heads = o.config.head_size, o.B * o.heads
     if not o.trains:
         return heads * o.T * HS * DTYPE_BYTES[o.precision] + 4 * heads * round_up(o.T, 32)
     gradients, row_sums, dq = 3 * heads * o.T * HS * DTYPE_BYTES[o.precision], 4 * heads * o.T, 4 * heads * o.T * HS
     rows_of_tiles = 4 * heads * round_up(o.T, LIBRARY_TILE_ROWS)
-    if o.attention_kind == "flash":  # sums dq deterministically: one copy for each multiprocessor that works on the same head
+    if o.attention == "flash":  # sums dq deterministically: one copy for each multiprocessor that works on the same head
         return gradients + rows_of_tiles + rows_of_tiles * round_up(HS, 32) * -(-o.processors // heads)
-    if o.attention_kind == "cudnn":
+    if o.attention == "cudnn":
         return gradients + row_sums + dq  # a guess, as its workspace is not documented
     if o.precision == "fp32":  # sums dq in place, but allocates do * o, its row sums, and these transposed
         return gradients + dq + 2 * row_sums

@@ -105,7 +105,7 @@ def _layer_bytes(o: PlanOptions, dtype: str) -> dict[str, int]:
 
 def _gradients(o, grad_accum_steps):
     """The sum of each complete group: after every micro-step, or only the last; at stage 0 the sums are then spread, once."""
-    n_bytes, times = _layer_bytes(o, o.gradients), grad_accum_steps if o.reduces_always else 1
+    n_bytes, times = _layer_bytes(o, o.grad_dtype), grad_accum_steps if o.reduces_always else 1
     for key, group in gradient_groups(o.config).items():
         names = [name for name, _ in group]
         if o.tensor_parallel > 1:
