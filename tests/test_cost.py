@@ -307,7 +307,7 @@ def test_the_bytes_of_a_step_without_layers_are_those_of_the_head_counted_by_han
     C, Vp, rows = 35, 103, 21
     stream, logits, weight = (3 + 7 + 3) * rows * C, 5 * rows * Vp, 4 * Vp * C
     per_parameter = 2 * size + 2 * (4 + 4 + 4) + (2 if precision == "bf16" else 0)
-    of_no_layer = 2 * one.num_parameters - two.num_parameters
+    of_no_layer = 2 * one.part_parameters - two.part_parameters
     assert 2 * step_cost(one).bytes - step_cost(two).bytes == size * (stream + logits + weight) + per_parameter * of_no_layer
 
 

@@ -129,7 +129,7 @@ def test_a_gradient_of_several_pieces_whose_share_has_fewer_gives_the_same_bits(
     """The norm's partial sums are one for each 2^19 elements."""
     common = dict(kernels=kernels, forms=FORMS["bits16"], config=replace(CONFIG, channels=128), steps=2)
     cases = [case(2, stage, poisoned=True, **common) for stage in range(4)]
-    assert all(c.options.num_parameters > 2**19 > c.options.num_parameters // 2 for c in cases)
+    assert all(c.options.part_parameters > 2**19 > c.options.part_parameters // 2 for c in cases)
     assert_same_bits(run, [case(2, 0, **common), *cases])
 
 

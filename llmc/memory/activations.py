@@ -181,7 +181,7 @@ def _rank_rows(o: PlanOptions):
         yield "layer_gradients", "gathered", f"{LAYER_SLOTS} {layer}", "grad", ("lnf_backward", "encoder_backward")
         # with one fcprojb, whose gradient the last layernorm computes
         yield "outer_gradients", "gathered", str(outer + o.config.channels), "grad", ("head", "encoder_backward")
-    share = str(o.num_parameters // o.data_ranks)
+    share = str(o.part_parameters // o.data_ranks)
     if o.trains and o.zero_stage < 2 and o.shares:
         # if micro-steps are summed into it, it must survive them
         yield "gradient_share", "gathered", share, "grad", ("encoder", "update") if o.reduces_always else update

@@ -133,7 +133,7 @@ def _update_bytes(o) -> int:
 
     With several ranks, each takes the norm of its share where gradients are summed in shares, and from ZeRO stage 1 on updates its share.
     """
-    normed, updated = o.num_parameters // (o.data_ranks if o.shares else 1), o.num_parameters // o.ranks_of("m")
+    normed, updated = o.part_parameters // (o.data_ranks if o.shares else 1), o.part_parameters // o.ranks_of("m")
     weights = DTYPE_BYTES[o.precision] * (1 if o.keeps_master else 2)
     state = 0 if o.offload_optimizer else optimizer_traffic(o)
     return DTYPE_BYTES[o.grad_dtype] * (normed + updated) + updated * weights + state
@@ -142,7 +142,7 @@ def _update_bytes(o) -> int:
 def optimizer_traffic(o: PlanOptions) -> int:
     """Bytes of m, v and the master that an update reads and writes, wherever they lie; half of them each way."""
     kept = 2 * DTYPE_BYTES[o.optimizer_state] + 4 * o.keeps_master + 2 * o.keeps_bits
-    return 2 * kept * (o.num_parameters // o.ranks_of("m"))
+    return 2 * kept * (o.part_parameters // o.ranks_of("m"))
 
 
 # ----------------------------------------------------------------------------

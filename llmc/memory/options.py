@@ -149,7 +149,7 @@ class PlanOptions:
         return sizes_of(self.config, parts=self.tensor_parallel)["h"]
 
     @property
-    def num_parameters(self) -> int:
+    def part_parameters(self) -> int:
         """Parameters in this rank's part of the model."""
         return num_parameters(self.config, self.tensor_parallel)
 
@@ -162,7 +162,7 @@ class PlanOptions:
     @property
     def outer_elements(self) -> int:
         """Elements of the tensors that belong to no layer."""
-        return self.num_parameters - self.config.num_layers * self.layer_elements
+        return self.part_parameters - self.config.num_layers * self.layer_elements
 
     @property
     def keeps_all_rows(self) -> bool:

@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def arenas(self) -> dict[str, int]:
-        o, n = self.options, self.options.num_parameters
+        o, n = self.options, self.options.part_parameters
         sizes = {arena: n // o.ranks_of(arena) * DTYPE_BYTES[dtype] for arena, dtype in self.flat_types.items()}
         first = {purpose: sizes.pop(purpose) for purpose in ("parameters", "gradients") if purpose in sizes}
         return first | {"activations": self._activation_bytes} | sizes

@@ -58,7 +58,7 @@ def plan_sizes(o: PlanOptions) -> dict[str, int]:
         "Rn": max(4, min(rows, tuning.row_elements // o.config.channels)),
         "Pc": COLUMN_PARTIALS if o.kernels == "triton" else CPU_COLUMN_PARTIALS,
         "Np": NORM_PARTIALS if o.fused else norm_partials(o),
-        "Nw": min(tuning.update_elements, o.num_parameters),
+        "Nw": min(tuning.update_elements, o.part_parameters),
         "Rw": max(1, min(rows, tuning.widened_rows)),
         "U": update_room(o),
         "G": max(1, min(o.sample_length, o.config.max_seq_len)),
@@ -160,7 +160,7 @@ def update_room(o: PlanOptions) -> int:
 
 def norm_partials(o: PlanOptions) -> int:
     """Partial sums of the global norm of this rank's gradient: one per piece, summed in order."""
-    return -(-(o.num_parameters // (o.data_ranks if o.shares else 1)) // TUNING[o.device].update_elements)
+    return -(-(o.part_parameters // (o.data_ranks if o.shares else 1)) // TUNING[o.device].update_elements)
 
 
 def attention_library_bytes(o: PlanOptions) -> int:
