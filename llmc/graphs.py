@@ -49,13 +49,13 @@ def causes(error):
         error = error.__cause__ or error.__context__
 
 
-def graphs_on(kind: str) -> Graphs:
+def graphs_on(device_kind: str) -> Graphs:
     """The Graphs of a device, cuda or cpu.
 
     CUDA graphs share one memory pool for what their library calls allocate: they run one after the other, on one stream, and leave nothing
     there that is read later.
     """
-    if kind == "cpu":
+    if device_kind == "cpu":
         from llmc.kernels_cpu.recording import Recording
 
         return Graphs(Recording)

@@ -100,16 +100,16 @@ def likely_device_kind(device: str) -> str:
     return "cuda" if any(map(os.path.exists, NVIDIA_DRIVERS)) else "cpu"
 
 
-def likely_precision(precision: str, kind: str) -> str:
+def likely_precision(precision: str, device_kind: str) -> str:
     """fp32 or bf16 for a model made from a descriptor, without touching a device: what a CPU takes, and what a GPU is likely to."""
     if precision != "auto":
         return precision
-    return "bf16" if kind == "cuda" or cpu_has_native_bf16() else "fp32"
+    return "bf16" if device_kind == "cuda" or cpu_has_native_bf16() else "fp32"
 
 
-def matmul_kind(matmul: str, kind: str, precision: str, kernels: str) -> str:
+def matmul_kind(matmul: str, device_kind: str, precision: str, kernels: str) -> str:
     """native, numba or widened: whose matmuls a run on a CPU takes, by --matmul or else what its processor has. On a GPU native or fp8."""
-    if kind != "cpu":
+    if device_kind != "cpu":
         return "fp8" if matmul == "fp8" else "native"
     if matmul != "auto":
         return matmul
@@ -118,6 +118,6 @@ def matmul_kind(matmul: str, kind: str, precision: str, kernels: str) -> str:
     return "native" if precision == "fp32" or cpu_gains_from_bf16() else "widened"
 
 
-def factor_type(kind: str, precision: str) -> str:
+def factor_type(device_kind: str, precision: str) -> str:
     """fp32 or bf16: what numba's kernels multiply on this CPU. For a GPU, which runs none of them, the type of the weights."""
-    return precision if kind != "cpu" or cpu_pairs_bf16() or cpu_has_amx() else "fp32"
+    return precision if device_kind != "cpu" or cpu_pairs_bf16() or cpu_has_amx() else "fp32"

@@ -14,7 +14,7 @@ from llmc.processor import CPU_MATMULS
 from llmc.units import MIB, ceil_mib
 
 
-def check_forms(s: Settings, precision: str, kind: str):
+def check_forms(s: Settings, precision: str, device_kind: str):
     """Raise UserError for what a model in that precision, on that kind of device, cannot have."""
     for wish, asked in (("--master bits16", s.master == "bits16"), ("--grad-dtype bf16", s.grad_dtype == "bf16")):
         if asked and precision == "fp32":
@@ -27,9 +27,9 @@ def check_forms(s: Settings, precision: str, kind: str):
         (f"--attention {s.attention}", s.attention != "auto", "is a GPU's"),
         (f"--matmul {s.matmul}", s.matmul not in ("auto", *CPU_MATMULS), "is a GPU's"),
     ):
-        if asked and kind != "cuda":
+        if asked and device_kind != "cuda":
             raise UserError(f"{wish} {what}, and {here} leave it out")
-    if s.matmul in CPU_MATMULS and kind == "cuda":
+    if s.matmul in CPU_MATMULS and device_kind == "cuda":
         raise UserError(f"--matmul {s.matmul} is a CPU's, and this run is on a GPU; leave it out")
     if s.matmul == "widened" and precision == "fp32":
         raise UserError("--matmul widened is for a bf16 model, and this one is fp32; leave it out, or use a bf16 model")

@@ -87,20 +87,20 @@ CALLED = {"triton": "Triton", "numba": "numba"}
 NEEDS_KERNELS = {"cuda": ("triton", "fp8"), "cpu": ("numba",)}  # of --matmul and --attention
 
 
-def settle_kernels(s: Settings, kind: str, why_not: str) -> tuple[Settings, list[str]]:
+def settle_kernels(s: Settings, device_kind: str, why_not: str) -> tuple[Settings, list[str]]:
     """The settings with --kernels decided, and a line with the reason where a user may want to know it.
 
     why_not says what speaks against the kernels there are for that kind of device. Raises UserError where --kernels cannot be
     honoured; so a run never silently takes the slower way.
     """
-    own = OWN_KERNELS[kind]
+    own = OWN_KERNELS[device_kind]
     if s.kernels not in ("auto", "torch", own):
-        here, there = ("CPU", "GPU") if kind == "cpu" else ("GPU", "CPU")
+        here, there = ("CPU", "GPU") if device_kind == "cpu" else ("GPU", "CPU")
         why_not = f"they are for a {there}, and this run is on a {here}"
     if s.kernels not in ("auto", "torch") and why_not:
         raise UserError(f"--kernels {s.kernels}: {why_not}; leave it out")
     for flag, asked in (("matmul", s.matmul), ("attention", s.attention)):
-        if asked in NEEDS_KERNELS[kind] and s.kernels == "auto" and why_not:
+        if asked in NEEDS_KERNELS[device_kind] and s.kernels == "auto" and why_not:
             raise UserError(f"--{flag} {asked} needs {CALLED[own]}'s kernels, and {why_not}; leave it out")
     if s.kernels != "auto":
         return s, []
@@ -143,13 +143,13 @@ def needs_training_state(s: Settings) -> bool:
 
 
 def plan_options(
-    s: Settings, config: ModelConfig, precision: str, kind: str, world: World = ALONE, processors: int | None = None
+    s: Settings, config: ModelConfig, precision: str, device_kind: str, world: World = ALONE, processors: int | None = None
 ) -> PlanOptions:
     """What the plan depends on; `processors` of the card, if known. Where -b or -r is still auto, 1 and 0 stand in.
 
     Raises UserError for a form the model cannot have.
     """
-    check_forms(s, precision, kind)
+    check_forms(s, precision, device_kind)
     check_parts(s, config)
     ranks, parts = data_ranks(s, world), s.tensor_parallel
     check_shares(s, config, ranks)
@@ -158,13 +158,13 @@ def plan_options(
         config, 1 if s.batch_size == "auto" else s.batch_size, s.sequence_length, precision=precision,
         recompute=0 if s.recompute == "auto" else s.recompute, master=master, optimizer_state=s.optimizer_state,
         grad_dtype="" if s.grad_dtype == "auto" else s.grad_dtype, offload_residual=s.offload_residual,
-        offload_optimizer=s.offload_optimizer, device=kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
+        offload_optimizer=s.offload_optimizer, device=device_kind, head_chunk=s.head_chunk, sample_length=s.sample_length,
         **({"processors": processors} if processors else {}),
         kernels="" if s.kernels == "auto" else s.kernels, gelu_fusion=s.gelu_fusion, attention="" if s.attention == "auto" else s.attention,
         data_ranks=ranks, zero_stage=s.zero_stage if ranks > 1 else 0, tensor_parallel=parts, keep_gathered=not s.tp_recompute_allgather,
         async_checkpoint=bool(s.async_checkpoint), reduce_every_micro_step=bool(s.reduce_every_micro_step),
         step_sequences=max(0, s.total_batch_size) // (s.sequence_length * ranks),
-        matmul=matmul_kind(s.matmul, kind, precision, s.kernels), factors=factor_type(kind, precision),
+        matmul=matmul_kind(s.matmul, device_kind, precision, s.kernels), factors=factor_type(device_kind, precision),
     )  # fmt: skip
     return options if needs_training_state(s) else options.only_evaluating()
 
@@ -265,19 +265,19 @@ def plan_text(s: Settings) -> str:
     ranks = s.ranks or s.num_processes
     world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))
     budget = parse_budget(s.memory_budget) if s.memory_budget else None
-    kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
-    card = budget.card if budget and kind == "cuda" else None
-    device = Device(kind, budget.name, card.capability, card.processors) if card else Device(kind)
+    device_kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
+    card = budget.card if budget and device_kind == "cuda" else None
+    device = Device(device_kind, budget.name, card.capability, card.processors) if card else Device(device_kind)
     precision = choose_precision(s, source, device)
     # of a card that nobody named, and of one that has no Triton yet, the best is assumed
-    why_not = too_old(device.capability or OLDEST_CAPABILITY) if kind == "cuda" else not_installed()
-    s, kernel_notes = settle_kernels(s, kind, why_not)
-    if budget is None and kind == "cpu":
+    why_not = too_old(device.capability or OLDEST_CAPABILITY) if device_kind == "cuda" else not_installed()
+    s, kernel_notes = settle_kernels(s, device_kind, why_not)
+    if budget is None and device_kind == "cpu":
         with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
             share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
             free = max(0, available_host_bytes() // world.num_local - RUN_ITSELF)
             itself = f"less {RUN_ITSELF // MIB} MiB for the program itself"
-            budget = Budget(free, f"free on this machine{share}, {itself}", reserve=RESERVE[kind])
+            budget = Budget(free, f"free on this machine{share}, {itself}", reserve=RESERVE[device_kind])
     settled = settle_all(s, source, precision, world, device, budget)
     options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
