@@ -12,9 +12,7 @@ from llmc.cards import Budget
 from llmc.memory.ladder import backward_schedule, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.scratch_sizes import head_chunk_rows, plan_sizes
-from llmc.memory.tables import (
-    ALL_ROWS_OF, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, PARAMETERS, STREAM, SUMS_ROWS, resolve,
-)  # fmt: skip
+from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, PARAMETERS, STREAM, resolve
 from llmc.mfu import PEAKS
 
 ACTIVATION = {a.name: a for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS, *STREAM)}
@@ -90,7 +88,7 @@ def _stage(o, sizes, stage) -> tuple[int, int]:
 
 def _elements(o, sizes, stage, name) -> int:
     """Elements of an activation that a stage reads or writes; those of all parts where the stage takes all rows."""
-    of_all_parts = name in (ALL_ROWS_OF.get(stage.name), SUMS_ROWS.get(stage.name))
+    of_all_parts = name == stage.gathers or stage.sums and name in stage.writes
     return prod(resolve(ACTIVATION[name].shape, sizes)) * (o.tensor_parallel if of_all_parts else 1)
 
 

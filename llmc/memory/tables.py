@@ -153,6 +153,8 @@ class Stage:
 
     weights  parameters it reads        grads  parameters whose gradient it adds to
     flops    floating-point operations of its matmuls, a product of letters; causal attention counts the half it computes
+    gathers  what it reads of which it needs the rows of all parts, with tensor parallelism
+    sums     whether what it writes is then a sum over parts
     """
 
     name: str
@@ -161,6 +163,8 @@ class Stage:
     weights: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
     flops: str = "0"
+    gathers: str = ""
+    sums: bool = False
 
     @property
     def is_matmul(self) -> bool:
@@ -173,14 +177,14 @@ class Stage:
 FORWARD_STAGES = (
     Stage("ln1_statistics", ("residual",), ("ln1_mean", "ln1_rstd")),
     Stage("ln1", ("residual", "ln1_mean", "ln1_rstd"), ("ln1",), ("ln1w", "ln1b")),
-    Stage("qkv", ("ln1",), ("qkvr",), ("qkvw", "qkvb"), flops="6 B T C k"),
+    Stage("qkv", ("ln1",), ("qkvr",), ("qkvw", "qkvb"), flops="6 B T C k", gathers="ln1"),
     Stage("attention", ("qkvr",), ("atty", "lse"), flops="2 B T T k"),
-    Stage("attproj", ("atty", "residual"), ("residual2",), ("attprojw", "attprojb"), flops="2 B T C k"),
+    Stage("attproj", ("atty", "residual"), ("residual2",), ("attprojw", "attprojb"), flops="2 B T C k", sums=True),
     Stage("ln2_statistics", ("residual2",), ("ln2_mean", "ln2_rstd")),
     Stage("ln2", ("residual2", "ln2_mean", "ln2_rstd"), ("ln2",), ("ln2w", "ln2b")),
-    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C f"),
+    Stage("fc", ("ln2",), ("fch",), ("fcw", "fcb"), flops="8 B T C f", gathers="ln2"),
     Stage("gelu", ("fch",), ("fch_gelu",)),
-    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C f"),
+    Stage("fcproj", ("fch_gelu", "residual2"), ("residual3",), ("fcprojw", "fcprojb"), flops="8 B T C f", sums=True),
 )
 
 LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
@@ -188,21 +192,14 @@ LN1, LN2 = ("ln1_mean", "ln1_rstd"), ("ln2_mean", "ln2_rstd")
 # the gradient of a bias is a sum over rows, taken by the stage before that of its matmul, which has those rows at hand.
 # fcproj's input gradient comes before GELU runs again, so that one pass can do GELU and its gradient
 BACKWARD_STAGES = (
-    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C f"),
+    Stage("fcproj_dinput", ("dresidual",), ("dfch",), ("fcprojw",), (), "8 B T C f", gathers="dresidual"),
     Stage("gelu_backward", ("dfch", "fch"), ("dfch",), (), ("fcb",)),
-    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C f"),
-    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C f"),
+    Stage("fcproj_dweight", ("dresidual", "fch_gelu"), (), (), ("fcprojw",), "8 B T C f", gathers="dresidual"),
+    Stage("fc_backward", ("dfch", "ln2"), ("dln2",), ("fcw",), ("fcw",), "16 B T C f", gathers="ln2", sums=True),
     Stage("ln2_backward", ("dresidual", "dln2", "residual2", *LN2), ("dresidual",), ("ln2w",), ("ln2w", "ln2b", "attprojb")),
-    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw",), "4 B T C k"),
+    Stage("attproj_backward", ("dresidual", "atty"), ("datty",), ("attprojw",), ("attprojw",), "4 B T C k", gathers="dresidual"),
     Stage("attention_backward", ("datty", "qkvr", "atty", "lse"), ("dqkvr",), (), ("qkvb",), "5 B T T k"),
-    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw",), "12 B T C k"),
+    Stage("qkv_backward", ("dqkvr", "ln1"), ("dln1",), ("qkvw",), ("qkvw",), "12 B T C k", gathers="ln1", sums=True),
     # fcprojb is that of the block below, whose output's gradient this stage completes
     Stage("ln1_backward", ("dresidual", "dln1", "residual", *LN1), ("dresidual",), ("ln1w",), ("ln1w", "ln1b", "fcprojb")),
 )
-
-# tensor parallelism: matmul -> the tensor of which it needs the rows of all parts; and matmul -> what its results add up to
-ALL_ROWS_OF = {
-    "qkv": "ln1", "fc": "ln2", "fcproj_dinput": "dresidual", "fcproj_dweight": "dresidual", "fc_backward": "ln2",
-    "attproj_backward": "dresidual", "qkv_backward": "ln1",
-}  # fmt: skip
-SUMS_ROWS = {"attproj": "residual2", "fcproj": "residual3", "fc_backward": "dln2", "qkv_backward": "dln1"}

@@ -13,9 +13,7 @@ from llmc.memory.ladder import backward_schedule, kept_names, segments
 from llmc.memory.layout import gradient_groups, weight_groups
 from llmc.memory.options import PlanOptions
 from llmc.memory.slots import weight_slot
-from llmc.memory.tables import (
-    ALL_ROWS_OF, BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, SUMMED_OVER_PARTS, SUMS_ROWS, layer_shapes,
-)  # fmt: skip
+from llmc.memory.tables import BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, SUMMED_OVER_PARTS, layer_shapes
 from llmc.memory.tuning import RANK_NUMBERS
 
 # purpose -> (among whom, whether computing waits for it). data: ranks with the same part of the model, parts: ranks with the same data
@@ -32,7 +30,6 @@ PURPOSES = {
     "gradients all parts have": ("parts", True),
     "loss and norm": ("all", True),
 }
-STILL_THERE = {"fcproj_dweight", "fc_backward", "qkv_backward"}  # stages that read rows gathered earlier, unless these were replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +195,18 @@ def _rows(o, grad_accum_steps):
 
 
 def _gathers_and_sums(o, stages) -> tuple[int, int]:
-    """How often the stages of a block gather the stream, and sum into it."""
+    """How often the stages of a block gather the stream, unless the buffer still holds the rows they need, and sum into it."""
     kept = {"ln1", "ln2"} & set(kept_names(o.recompute)) if o.keeps_all_rows else set()
     backward = {stage.name for stage in BACKWARD_STAGES}
     gathers, sums, there = 0, 0, None  # there: the tensor whose rows the buffer holds
     for stage in stages:
-        name = ALL_ROWS_OF.get(stage.name)
-        if name in kept:
+        if stage.gathers in kept:
             gathers += stage.name not in backward
-        elif name and not (stage.name in STILL_THERE and there == name):
-            gathers, there = gathers + 1, name
-        if stage.name in SUMS_ROWS:
-            sums, there = sums + 1, None
+        elif stage.gathers and stage.gathers != there:
+            gathers, there = gathers + 1, stage.gathers
+        sums += stage.sums
+        if stage.sums or there in stage.writes:
+            there = None
     return gathers, sums
 
 
