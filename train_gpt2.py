@@ -6,8 +6,8 @@
 The program, top to bottom: opening what the flags ask for, building it, the loop, what is due between steps, how a run is stopped.
 What it uses of llmc/, where each package names its modules in its first lines:
 
-what is asked  flags, source (the model), request (the plan, and what auto decides), refusals, agreement (of all ranks), config, preamble,
-               backend, processor, host, spinning, cards
+what is asked  flags, source (the model), request (the plan, and what auto decides), plan_command (--plan), refusals, agreement (of all
+               ranks), config, preamble, backend, processor, host, spinning, cards
 the plan       memory/
 the model      gpt2 (stages over named views, forward and backward), operations (which functions run), graphs, rehearsal
 its functions  layers/ in torch, kernels/ in Triton, kernels_cpu/ in numba; staging (what kernels read from the plan's memory)
@@ -59,13 +59,14 @@ from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.operations import other_matmuls
 from llmc.outlier import OutlierDetector
+from llmc.plan_command import plan_text
 from llmc.preamble import (
     changes_since, chosen_line, notes, optimisation, print_device, print_model, print_rows, print_settings, print_sizes,
 )  # fmt: skip
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
-from llmc.request import data_ranks, host_budget, plan_text, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
+from llmc.request import data_ranks, host_budget, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
 from llmc.schedulers import learning_rate
 from llmc.source import Source, choose_precision, look_only, open_source
 from llmc.spinning import sleep_soon_where_busy

@@ -3,29 +3,24 @@
 Errors are UserError, one sentence each; NotEnoughMemory where nothing that auto may choose fits.
 """
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from llmc.cards import RESERVE, Budget, Device, parse_budget
 from llmc.config import ModelConfig
 from llmc.distributed.world import World, smallest
 from llmc.errors import UserError
-from llmc.flags import BY_NAME, Settings, check_contradictions
+from llmc.flags import BY_NAME, Settings
 from llmc.host import available_host_bytes
-from llmc.kernels import OLDEST_CAPABILITY, too_old, why_no_kernels
-from llmc.kernels_cpu import not_installed, why_no_cpu_kernels
+from llmc.kernels import why_no_kernels
+from llmc.kernels_cpu import why_no_cpu_kernels
 from llmc.memory.choose import choose_batch, choose_recompute
 from llmc.memory.options import PlanOptions
-from llmc.memory.plan import Plan
-from llmc.memory.report import does_not_fit, plan_json, plan_table, tensor_rows, tensors_table, ways_text
 from llmc.memory.scratch_sizes import widens
-from llmc.memory.traffic import Network
-from llmc.processor import factor_type, likely_device_kind, matmul_kind
+from llmc.processor import factor_type, matmul_kind
 from llmc.refusals import check_attention, check_forms, check_fp8, check_parts, check_shares, check_sizes
-from llmc.source import Source, choose_precision, look_only, open_source, written_number
-from llmc.units import MIB, round_up
+from llmc.source import Source, written_number
+from llmc.units import round_up
 
 ALONE = World()
 
@@ -249,44 +244,3 @@ def run_budget(s: Settings, backend, world: World) -> Budget:
 def host_budget(world: World) -> int:
     """Bytes of host memory for each process of a machine. The same on all ranks."""
     return smallest(world, available_host_bytes() // world.num_local)
-
-
-# ----------------------------------------------------------------------------
-# --plan
-
-
-RUN_ITSELF = 165 * MIB  # host memory of torch, numba and the program, which a run has when it counts what is free, and --plan has not
-
-
-def plan_text(s: Settings) -> str:
-    """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
-    check_contradictions(s)
-    s, source = open_source(look_only(s))
-    ranks = s.ranks or s.num_processes
-    world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))
-    budget = parse_budget(s.memory_budget) if s.memory_budget else None
-    device_kind = "cuda" if s.device == "auto" and budget and budget.card else likely_device_kind(s.device)
-    card = budget.card if budget and device_kind == "cuda" else None
-    device = Device(device_kind, budget.name, card.capability, card.processors) if card else Device(device_kind)
-    precision = choose_precision(s, source, device)
-    # of a card that nobody named, and of one that has no Triton yet, the best is assumed
-    why_not = too_old(device.capability or OLDEST_CAPABILITY) if device_kind == "cuda" else not_installed()
-    s, kernel_notes = settle_kernels(s, device_kind, why_not)
-    if budget is None and device_kind == "cpu":
-        with suppress(UserError):  # elsewhere than on Linux nobody says how much memory is free
-            share = f", for each of {world.num_local} processes" if world.num_local > 1 else ""
-            free = max(0, available_host_bytes() // world.num_local - RUN_ITSELF)
-            itself = f"less {RUN_ITSELF // MIB} MiB for the program itself"
-            budget = Budget(free, f"free on this machine{share}, {itself}", reserve=RESERVE[device_kind])
-    settled = settle_all(s, source, precision, world, device, budget)
-    options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
-    if s.json:
-        tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
-        return json.dumps({"reasons": reasons} | plan_json(options, settled.grad_accum_steps, budget, network) | tensors, indent=1)
-    plan = Plan(options)
-    if s.tensors:
-        return "\n".join([*reasons, tensors_table(plan)])
-    table = plan_table(options, settled.grad_accum_steps, budget, network)
-    if budget and plan.total_bytes > budget.bytes:
-        table += f"\n\n{does_not_fit(plan, budget)}\n{ways_text(options, budget.bytes, settled.grad_accum_steps)}"
-    return "\n".join([*reasons, table])

@@ -24,7 +24,8 @@ from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.request import RUN_ITSELF, micro_steps, plan_options
+from llmc.plan_command import RUN_ITSELF
+from llmc.request import micro_steps, plan_options
 from llmc.units import MIB
 
 D12 = config_from_descriptor("d12")
@@ -580,17 +581,17 @@ def test_auto_leaves_a_reserve_of_what_is_free_and_none_of_what_is_said(monkeypa
     needs = total(PlanOptions(D12, 4, 1024, recompute=0))
     command = "--plan -e d12 -b 4 --precision bf16 --device cpu --matmul native -r auto --json"
     said = json.loads(ran(f"{command} --memory-budget {needs / 1024}KiB"))
-    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: needs + RUN_ITSELF)
+    monkeypatch.setattr("llmc.plan_command.available_host_bytes", lambda: needs + RUN_ITSELF)
     free = json.loads(ran(command))
     assert (said["recompute"], said["budget"]["mib"]) == (0, needs / MIB)
     assert (free["recompute"], free["budget"]["mib"]) == (1, needs / MIB)
-    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: int(needs / (1 - RESERVE["cpu"])) + 2 + RUN_ITSELF)
+    monkeypatch.setattr("llmc.plan_command.available_host_bytes", lambda: int(needs / (1 - RESERVE["cpu"])) + 2 + RUN_ITSELF)
     assert json.loads(ran(command))["recompute"] == 0
 
 
 def test_processes_of_a_machine_share_what_it_has_free(monkeypatch):
     """As in a run; a size that is given is each process's own, and what another machine has is its own."""
-    monkeypatch.setattr("llmc.request.available_host_bytes", lambda: 12000 * MIB)
+    monkeypatch.setattr("llmc.plan_command.available_host_bytes", lambda: 12000 * MIB)
     command = "--plan -e d12 -b 4 -t 64 --device cpu --json"
     for flags, mib in {"": 12000, "-pn 4": 3000, "--ranks 4": 3000, "-pn 4 -pg 2": 6000}.items():
         assert json.loads(ran(f"{command} {flags}"))["budget"]["mib"] == mib - RUN_ITSELF / MIB, flags

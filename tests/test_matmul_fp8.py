@@ -27,8 +27,9 @@ from llmc.layers.matmul_fp8 import E4M3, LARGEST
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.report import describe, options_json
 from llmc.operations import MATMULS, fp8_matmuls, fp8_operand_of, matmul_operations
+from llmc.plan_command import plan_text
 from llmc.refusals import FP8_CAPABILITY, check_fp8, check_sizes
-from llmc.request import plan_options, plan_text
+from llmc.request import plan_options
 
 SETS = ["torch", *(["triton"] if TRITON else [])]
 kernels = pytest.mark.parametrize("kernels", [pytest.param(name, marks=[pytest.mark.kernels] * (name == "triton")) for name in SETS])

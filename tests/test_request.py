@@ -20,8 +20,9 @@ from llmc.errors import NotEnoughMemory, UserError
 from llmc.flags import parse
 from llmc.memory.choose import choose_recompute, levels_of, ways_to_fit
 from llmc.memory.plan import Plan
+from llmc.plan_command import plan_text
 from llmc.refusals import check_attention, check_gelu_fusion, check_sizes
-from llmc.request import host_budget, plan_options, plan_text, run_budget, settle_auto, settle_graphs, settle_kernels, shortest_shard
+from llmc.request import host_budget, plan_options, run_budget, settle_auto, settle_graphs, settle_kernels, shortest_shard
 from llmc.source import Source, check_lengths, choose_precision
 from llmc.units import MIB
 
