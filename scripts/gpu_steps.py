@@ -23,8 +23,8 @@ from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
 from llmc.host import own_processors
-from llmc.memory.choose import largest_batch
 from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.largest_batch import largest_batch
 from llmc.memory.plan import Plan
 from llmc.memory.tables import PARAMETERS, num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops

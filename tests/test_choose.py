@@ -19,9 +19,10 @@ from llmc.distributed.world import World
 from llmc.errors import NotEnoughMemory
 from llmc.flags import parse
 from llmc.host import available_host_bytes, total_host_bytes
-from llmc.memory.choose import choose_batch, choose_recompute, largest_batch, levels_of, most_that_fit, ways_to_fit
+from llmc.memory.choose import choose_batch, choose_recompute, levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent
 from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.largest_batch import largest_batch, most_that_fit
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.plan_command import RUN_ITSELF
@@ -161,8 +162,8 @@ def test_the_largest_batch_that_the_options_take_is_not_one_that_does_not_fit(mo
     """Where 31 fits, and 30 does not, but 28 does."""
     o = PlanOptions(D12, 1, 1000, device="cuda", kernels="triton", matmul="fp8")
     needs = {B: 10 * B for B in range(100)} | {29: 400, 30: 400}
-    monkeypatch.setattr("llmc.memory.choose.most_that_fit", lambda options, budget: 31)
-    monkeypatch.setattr("llmc.memory.choose.Plan", lambda o: SimpleNamespace(total_bytes=needs[o.B]))
+    monkeypatch.setattr("llmc.memory.largest_batch.most_that_fit", lambda options, budget: 31)
+    monkeypatch.setattr("llmc.memory.largest_batch.Plan", lambda o: SimpleNamespace(total_bytes=needs[o.B]))
     assert largest_batch(o, 310) == 28
 
 
@@ -185,7 +186,7 @@ def test_the_largest_batch_takes_few_plans_whatever_memory_is_like(monkeypatch, 
         asked.append(o.B)
         return SimpleNamespace(options=o, total_bytes=curve(o.B), tensors={})
 
-    monkeypatch.setattr("llmc.memory.choose.Plan", plan)
+    monkeypatch.setattr("llmc.memory.largest_batch.Plan", plan)
     B = largest_batch(CASES[0], budget)
     assert curve(B) <= budget < curve(B + 1) and len(set(asked)) == len(asked) <= most
 

@@ -33,8 +33,8 @@ from llmc.data.shards import write_shard
 from llmc.data.tokenizer import Tokenizer
 from llmc.errors import UserError
 from llmc.gpt2 import GPT2
-from llmc.memory.choose import largest_batch
 from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.largest_batch import largest_batch
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters

@@ -13,9 +13,9 @@ import pytest
 
 from llmc.cards import parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
-from llmc.memory.choose import largest_batch
 from llmc.memory.cost import extra_flops_percent, optimizer_traffic, step_cost
 from llmc.memory.ladder import NOT_KEPT, backward_schedule, kept_names, passes
+from llmc.memory.largest_batch import largest_batch
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import allocation_lines, plan_table, usage_lines

@@ -17,9 +17,10 @@ from test_loop import QUIET, inputs, ran, run, words_of
 from llmc.cards import CARDS, Budget, parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.errors import NotEnoughMemory
-from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
+from llmc.memory.choose import levels_of, ways_to_fit
 from llmc.memory.cost import extra_flops_percent, step_cost
 from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.largest_batch import largest_batch
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.report import (

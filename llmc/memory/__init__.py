@@ -17,6 +17,7 @@ The plan and its arenas:
 What is known from it before a run:
     cost            FLOPs and bytes moved
     traffic         bytes that ranks send
+    largest_batch   the largest batch that fits
     choose          what fits, and the cheapest ways to fit
     report          the plan in words; traffic_report what ranks send
     record          memory.json: planned beside measured

@@ -5,9 +5,10 @@ from math import prod
 
 from llmc.cards import Budget
 from llmc.errors import NotEnoughMemory
-from llmc.memory.choose import largest_batch, levels_of, ways_to_fit
+from llmc.memory.choose import levels_of, ways_to_fit
 from llmc.memory.cost import bound, extra_flops_percent, least_ms, optimizer_traffic, ridge, step_cost
 from llmc.memory.ladder import NOT_KEPT
+from llmc.memory.largest_batch import largest_batch
 from llmc.memory.layout import flat_layout
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
