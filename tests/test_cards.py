@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from llmc.cards import ALIASES, CARDS, CONTEXT_MIB, Budget, Card, parse_budget
+from llmc.cards import ALIASES, CARDS, CONTEXT_MIB, PEAKS, Budget, Card, parse_budget
 from llmc.errors import UserError
-from llmc.mfu import PEAKS, promised_tflops
+from llmc.mfu import promised_tflops
 from llmc.units import MIB
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

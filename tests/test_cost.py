@@ -10,7 +10,7 @@ from case_a import CONFIG
 from sent_program import Counting, build
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmc.cards import parse_budget
+from llmc.cards import PEAKS, parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.gpt2 import GPT2
 from llmc.kernels_cpu import why_no_cpu_kernels
@@ -19,7 +19,6 @@ from llmc.memory.ladder import NOT_KEPT, backward_schedule, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import FORWARD_STAGES, num_parameters
-from llmc.mfu import PEAKS
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
 ODD = ModelConfig(max_seq_len=37, vocab_size=101, num_layers=5, num_heads=5, channels=35, padded_vocab_size=103)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from llmc.backend import Backend, measure_matmul_tflops
-from llmc.mfu import PEAKS, flops_per_token, model_flops_utilization, promised_tflops
+from llmc.cards import PEAKS
+from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 
 # llm.c's 38 entries as its get_flops_promised computes them: bf16, fp32 (TF32). One card is there twice, and its two V100 are left out:
 # it gives their fp16 rate as TF32, which they do not have

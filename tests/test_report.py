@@ -14,7 +14,7 @@ from case_a import CONFIG, write_case_a
 from conftest import REPO
 from test_loop import QUIET, inputs, ran, run, words_of
 
-from llmc.cards import CARDS, Budget, parse_budget
+from llmc.cards import CARDS, PEAKS, Budget, parse_budget
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.errors import NotEnoughMemory
 from llmc.memory.choose import levels_of, ways_to_fit
@@ -261,8 +261,6 @@ def test_printed_activations_per_sequence_are_at_most_3_percent_above_the_design
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_is_bound_by_what_its_side_of_the_ridge_says(name, precision):
     """From the card's own numbers: by compute where its multipliers take longer for the step than its memory does."""
-    from llmc.mfu import PEAKS
-
     card, budget = CARDS[name], parse_budget(name)
     tflops = PEAKS[card.peak][("bf16", "fp32").index(precision)]
     o = PlanOptions(D12, 4, 1024, precision=precision, device="cuda")

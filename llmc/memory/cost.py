@@ -8,12 +8,11 @@ what their collectives read and write.
 from dataclasses import dataclass, replace
 from math import prod
 
-from llmc.cards import Budget
+from llmc.cards import PEAKS, Budget
 from llmc.memory.ladder import backward_schedule, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.scratch_sizes import head_chunk_rows, plan_sizes
 from llmc.memory.tables import BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, MATRICES, PARAMETERS, STREAM, resolve
-from llmc.mfu import PEAKS
 
 ACTIVATION = {a.name: a for a in (*BLOCK_ACTIVATIONS, *BLOCK_GRADIENTS, *STREAM)}
 PARAMETER = {p.name: p for p in PARAMETERS}
