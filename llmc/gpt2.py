@@ -335,7 +335,7 @@ class GPT2:
         """Copy in what backward needs to know of this batch. Returns what launch_encoder_backward takes as `staged`."""
         copy_in(self.acts["targets"], targets)
         seed = (self.rng.u32() + self.sharing.rank * ENCODER_SEEDS) % 2**32
-        return self.ops.stage_encoder_backward(self.parts.own_order(order), seed, self.acts)
+        return self.ops.stage_encoder_backward(self.parts.own_order(order), seed, self.scratch)
 
     def _backward(self, grad_accum_steps, micro_step, staged):
         a, sharing = self.acts, self.sharing

@@ -1,8 +1,8 @@
 """Where the elements of the 16 tensors lie in a flat arena: all of them in file order, or the share of one of N ranks.
 
-A share holds, tensor after tensor and within a tensor layer after layer, the same N-th of each layer's elements. So it looks like a
-smaller model, each of its layers is summed or gathered in place, and it is what llm.c's ZeRO-1 keeps and writes. With tensor
-parallelism the layers that are divided into shares are a rank's parts of the whole layers; files have nothing for padded heads.
+A share holds the same N-th of every layer of every tensor, in file order. So it looks like a smaller model, each of its layers is summed
+or gathered in place, and it is what llm.c's ZeRO-1 keeps and writes. With tensor parallelism the layers that are divided into shares are a
+rank's parts of the whole layers; files have nothing for padded heads.
 """
 
 from dataclasses import dataclass

@@ -133,7 +133,7 @@ class PlanOptions:
 
     @property
     def reduces_always(self) -> bool:
-        """Whether ranks sum the gradients of every micro-step, and add up the sums; else each adds up its own, to be summed once a step."""
+        """Whether gradients are summed over ranks after every micro-step; else each rank accumulates its own, summed once a step."""
         if self.zero_stage >= SHARDED_FROM["gradients"]:
             return self.data_ranks > 1
         return self.reduce_every_micro_step and self.shares and self.step_sequences > self.B
