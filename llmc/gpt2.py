@@ -59,7 +59,6 @@ class GPT2:
         self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
         self.gradient_groups = gradient_groups(o.config) if o.trains else {}
-        self.ops = operations(o.kernels, o.matmul, o.attention)
         self.run = graphs.run if graphs else run_at_once
         self.seed = seed
         # seeds every stochastic rounding; the same on all ranks, which must agree on the weights
@@ -71,6 +70,7 @@ class GPT2:
         }
         self.acts = cut_activations(allocate(plan.arenas["activations"], self.device), plan)
         self.scratch = {name: view for name, view in self.acts.items() if plan.tensors[name].is_scratch}
+        self.ops = operations(o.kernels, o.matmul, o.attention, self.scratch.get("matmul_workspace"))
         self.linear, self.fcproj_linear, self.head_linear = linear_layers(self.ops, o.matmul, self.scratch)
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients") if o.trains else ({}, None)
@@ -90,10 +90,6 @@ class GPT2:
         self.backward_passes = [getattr(GPT2, f"_{name}") for name in passes(plan.schedule, o.gelu_fusion)]
         self.final = self._final_norm()
         self.accumulate = False  # whether this micro-step's gradients are added to what there is, or written; _backward says
-        if o.gelu_fusion:
-            from llmc.kernels.cublaslt import MatmulGelu
-
-            self.matmul_gelu = MatmulGelu(self.acts["matmul_workspace"].view(torch.uint8), tf32=torch.backends.cuda.matmul.allow_tf32)
 
     def _views(self, arena, name):
         """(name -> view of the tensors, None); where the arena holds only shares, (name -> view of the tensors that belong to no layer,
@@ -269,7 +265,7 @@ class GPT2:
         self.ops.gelu_forward(block.fch_gelu, block.fch, self.scratch)
 
     def _fc_gelu(self, block):
-        self.matmul_gelu.forward(block.fch_gelu, block.fch, self._all_rows(block, "ln2"), block.fcw, block.fcb)
+        self.ops.matmul_gelu_forward(block.fch_gelu, block.fch, self._all_rows(block, "ln2"), block.fcw, block.fcb)
 
     def _fcproj(self, block, above):
         self._summed_matmul(block.residual3, block.fch_gelu, block.fcprojw, block.fcprojb)
@@ -419,7 +415,7 @@ class GPT2:
 
     def _fcproj_dinput_gelu(self, block):
         a = self.acts
-        self.matmul_gelu.backward(a["dfch"], self.parts.gathered(a["dresidual"]), block.fcprojw, block.fch)
+        self.ops.matmul_gelu_backward(a["dfch"], self.parts.gathered(a["dresidual"]), block.fcprojw, block.fch)
         self.ops.matmul_dbias(block.dfcb, a["dfch"], self.scratch, accumulate=self.accumulate)
 
     def _gelu_backward(self, block):

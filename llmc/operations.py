@@ -1,4 +1,4 @@
-"""Which functions a model runs, torch's or kernels of Triton or numba: the one place that decides."""
+"""Which functions a model runs, torch's, cuBLASLt's or kernels of Triton or numba: the one place that decides."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from llmc.layers.functions import cpu_attention, in_halves, torch_operations
 
 
-def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> SimpleNamespace:
+def operations(kernels: str, matmul: str = "native", attention: str = "cpu", workspace=None) -> SimpleNamespace:
     """The functions that a model runs, under their names: torch's operations, or Triton's or numba's kernels. What in_halves
     splits is there as its two halves.
 
     matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
     attention  the kind, as PlanOptions.attention has it
+    workspace  scratch of matmuls with GELU inside; without it there are none
     """
     if kernels == "numba":
         from llmc.kernels_cpu.functions import numba_operations
@@ -24,8 +25,9 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu") -> 
     else:
         functions = torch_operations()
         functions |= in_halves(functions)
+    matmuls = matmul_operations(matmul, kernels) | ({} if workspace is None else gelu_matmuls(workspace))
     # no name is in two of these: it would be a TypeError
-    return SimpleNamespace(**attention_operations(attention, kernels, functions), **functions, **matmul_operations(matmul, kernels))
+    return SimpleNamespace(**attention_operations(attention, kernels, functions), **functions, **matmuls)
 
 
 def attention_operations(kind: str, kernels: str, functions: dict) -> dict:
@@ -56,6 +58,16 @@ def matmul_operations(matmul: str, kernels: str) -> dict:
         from llmc.layers import matmul as source
     functions = {name: getattr(source, name) for name in (*MATMULS, "matmul_one_row")}
     return functions | (fp8_matmuls(kernels) if matmul == "fp8" else {})
+
+
+def gelu_matmuls(workspace) -> dict:
+    """Name -> function, for the matmuls with GELU, or its gradient, inside. Like torch's own, they take TF32 where torch is told to."""
+    import torch
+
+    from llmc.kernels.cublaslt import MatmulGelu
+
+    fused = MatmulGelu(workspace.view(torch.uint8), tf32=torch.backends.cuda.matmul.allow_tf32)
+    return {"matmul_gelu_forward": fused.forward, "matmul_gelu_backward": fused.backward}
 
 
 def fp8_matmuls(kernels: str) -> dict:

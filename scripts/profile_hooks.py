@@ -181,16 +181,13 @@ def hooked(model, recorder: Recorder):
             undo.callback(*((setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)))
             setattr(owner, name, value)
 
-        def hook(owner, name, prefix=""):
-            put(owner, name, recorder.operation_hook(prefix + name.removeprefix("launch_"), getattr(owner, name)))
+        def hook(owner, name):
+            put(owner, name, recorder.operation_hook(name.removeprefix("launch_"), getattr(owner, name)))
 
         for name in [n for n in vars(model.ops) if not n.startswith("stage_")]:  # these copy in what the launch_ ones need
             hook(model.ops, name)
         for name in [n for n in vars(gpt2) if n.startswith(CALLED_BY_NAME)]:
             hook(gpt2, name)
-        if hasattr(model, "matmul_gelu"):
-            hook(model.matmul_gelu, "forward", "matmul_gelu_")
-            hook(model.matmul_gelu, "backward", "matmul_gelu_")
         for name, stage in STAGES.items():
             put(model, name, recorder.stage_hook(stage, getattr(model, name)))
         for name in ("forward_passes", "backward_passes"):
