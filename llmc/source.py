@@ -48,11 +48,10 @@ def look_only(s: Settings) -> Settings:
 
 def choose_model(s: Settings) -> Source:
     """The checkpoint to resume from, if there is one, else what -e says. Raises UserError."""
-    named = None if s.model.endswith(".bin") else Source(named_config(s.model))
     if s.resume and (source := newest_checkpoint(s)):
         return source
-    if named:
-        return named
+    if not s.model.endswith(".bin"):
+        return Source(named_config(s.model))
     if not os.path.exists(s.model):
         from llmc.data.shards import matches
 

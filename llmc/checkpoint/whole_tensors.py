@@ -68,7 +68,7 @@ class Pieces:
 
     def _columns(self, t, whole):
         in_file = t.file_shape[1]
-        for rows in whole.view(t.parts, *t.shape).transpose(0, 1).split(max(1, len(self.part_room) // in_file)):
+        for rows in whole.view(t.parts, *t.shape).transpose(0, 1).split(len(self.part_room) // in_file):
             room = self.part_room[: len(rows) * in_file]
             for p, columns in enumerate(rows.unbind(1)):
                 n = t.real_of(t.shape[1], in_file, p)
