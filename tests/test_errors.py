@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from conftest import REPO
 from test_loop import QUIET, inputs, losses, ran, run, tokenizer_bytes, words_of
 
 from llmc.checkpoint.store import find_last_step
+from llmc.errors import file_error, lines_of, tell, unusable_path
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.tables import num_parameters
 
@@ -737,6 +739,29 @@ def test_a_disk_that_fails_while_saving_costs_one_checkpoint_and_no_other(case, 
     assert "resuming at step 4" in ran(*inputs(case), RESUME)
 
 
+@pytest.mark.parametrize("numbers, what_to_do", [
+    ("ENOSPC EDQUOT", "make room"), ("EFBIG", "raise ulimit -f, or choose a file system that takes files of that size"),
+    ("EACCES EPERM EROFS", "fix the permissions, or choose another place"), ("EMFILE ENFILE", "raise ulimit -n"),
+    ("ENAMETOOLONG ENOTDIR EISDIR ELOOP", "choose another path"), ("EIO", "look at what is there, and whether that disk is well"),
+])  # fmt: skip
+def test_every_reason_of_a_file_s_failure_has_its_advice(numbers, what_to_do):
+    for number in (getattr(errno, name) for name in numbers.split()):
+        sentence = f"writing it failed at x: {os.strerror(number)}; {what_to_do}, then run again"
+        assert str(file_error(OSError(number, os.strerror(number)), "x", "writing it")) == sentence
+
+
+def test_an_error_without_a_message_has_a_line_all_the_same():
+    assert [lines_of(error) for error in (RuntimeError("\none\ntwo\n"), ValueError(), OSError(" \n"))] == [
+        ["one", "two"], ["ValueError()"], ["OSError(' \\n')"],
+    ]  # fmt: skip
+
+
+def test_only_what_names_a_file_is_an_unusable_path():
+    """A server's refusal has its address as a filename."""
+    assert unusable_path(OSError(errno.EACCES, "Permission denied", "x")).startswith("x: Permission denied; check the path")
+    assert unusable_path(HTTPError("http://x", 404, "Not Found", {}, None)) == unusable_path(OSError(errno.EIO, "Input/output error")) == ""
+
+
 def test_a_file_in_the_place_of_a_checkpoint_is_a_sentence(case):
     (case / "log" / "model_00000006.bin").mkdir()
     refused(case, [*inputs(case), RESUME], "writing the model failed at log/model_00000006.bin", "directory", goes_ahead=True)
@@ -795,9 +820,9 @@ def test_a_record_that_cannot_be_written_costs_no_step_and_keeps_the_earlier_one
 
 
 def shell(command: str, **environment) -> subprocess.CompletedProcess:
-    """A command of sh, in which $TRAIN is the program and $SCRIPTS/name.py another."""
+    """A command of sh, in which $TRAIN is the program and $SCRIPTS/name.py another. They buffer what they print, as they do by default."""
     programs = {"TRAIN": f"{sys.executable} {REPO}/train_gpt2.py", "SCRIPTS": f"{sys.executable} {REPO}/scripts"}
-    environment = {**os.environ, **programs, **environment}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "", **programs, **environment}
     return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300, errors="surrogateescape")
 
 
@@ -806,6 +831,7 @@ HELP_INTO_A_FULL_DISK = (1, "error: printing failed: No space left") if sys.vers
 STREAMS = {  # command -> exit code of the program, what stderr holds
     "help into a pipe nobody reads": ("$TRAIN --help | true; echo ${PIPESTATUS[0]}", 1, ""),
     "help into a full disk": ("$TRAIN --help > /dev/full; echo $?", 1, "error: printing failed: No space left on device"),
+    "version into a full disk": ("$TRAIN --version > /dev/full; echo $?", 1, "error: printing failed: No space left on device"),
     "a script's help into a pipe nobody reads": ("$SCRIPTS/prepare_text.py --help | true; echo ${PIPESTATUS[0]}", (0, 1), ""),
     "a script's help into a full disk": ("$SCRIPTS/plot_log.py --help > /dev/full; echo $?", *HELP_INTO_A_FULL_DISK),
     "too large a bench": ("$SCRIPTS/bench.py -e gpt3:c12288 -b 1 -t 64 --only ours > /dev/null; echo $?", 2,
@@ -836,6 +862,20 @@ def test_a_stream_that_is_closed_full_or_narrow_ends_without_a_traceback(name):
     assert result.stderr.count("\n") == bool(words)
 
 
+FILLED = """
+import os, sys
+from llmc.errors import fill_closed_streams
+fill_closed_streams()
+sys.exit([sys.stdout.fileno(), sys.stderr.fileno(), os.open(os.devnull, os.O_RDONLY)] != [1, 2, 3])
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", ">&-"])
+def test_closed_streams_leave_their_numbers_to_no_other_file(closed):
+    """Which what a library prints by itself would be written into."""
+    assert shell(f"cd {REPO}; {sys.executable} -c '{FILLED}' {closed}; echo $?").stdout == "0\n"
+
+
 FAILING = """
 from llmc.errors import UserError, run_script
 
@@ -861,8 +901,18 @@ train_gpt2.leave(train_gpt2.main([]))
 @pytest.mark.parametrize("program", [FAILING, TRAINING_THAT_FAILS], ids=["a script", "training"])
 @pytest.mark.parametrize("into", ["> /dev/full", "| true"])
 def test_what_fails_says_why_although_it_could_not_print(into, program):
-    result = shell(f"cd {REPO}; {sys.executable} -c '{program}' {into}; echo ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="")
+    result = shell(f"cd {REPO}; {sys.executable} -c '{program}' {into}; echo ${{PIPESTATUS[0]}}")
     assert (result.stdout, result.stderr) == ("2\n", "error: the reason\n")
+
+
+def test_an_error_that_is_none_of_printing_is_raised_again(capfd, monkeypatch):
+    """A full disk below another file than the output; an error that no print meets, where the output is lost too."""
+    with pytest.raises(OSError, match="No space left"):
+        tell(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "interrupted")
+    monkeypatch.setattr("llmc.errors._can_print", lambda: False)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        tell(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "interrupted")
+    assert capfd.readouterr().err == ""
 
 
 STOPPED = """

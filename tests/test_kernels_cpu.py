@@ -31,6 +31,7 @@ from numba.core.registry import cpu_target
 
 import llmc.kernels_cpu
 import test_kernels
+from case_a import write_case_a
 from llmc.gpt2 import GPT2
 from llmc.kernels_cpu import attention, compiler, door, matmul, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.compiler import KeptKernels
@@ -40,7 +41,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
 from llmc.operations import matmul_operations, other_matmuls
-from llmc.rehearsal import TINY, rehearse
+from llmc.rehearsal import TINY, _compile, compile_kernels, rehearse
 from oracle import assert_as_good_as_eager
 from test_kernels import (  # noqa: F401
     CONFIG, made_whole, names_and_arguments, precisions, results, torch_operations_in_halves,
@@ -67,6 +68,8 @@ from test_kernels import (  # noqa: F401
     test_updates_of_a_model_have_the_bits_of_the_torch_operations, torch_s_adamw,
 )  # fmt: skip
 from test_layers import dtypes, judge_rows, same_bits
+from test_loop import inputs, ran
+from test_resume import bf16_model_bytes
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -290,6 +293,32 @@ def test_a_rehearsal_without_kernels_names_those_of_one_with_them(precision, mon
     monkeypatch.setattr(door, "launch", counted)
     rehearse(options)
     assert noted == launched and len(set(noted)) > 10
+
+
+@pytest.mark.parametrize("flags", ["-r 0", "-r 6 --optimizer-state bf16", "-x 0"])
+@precisions
+def test_a_run_calls_nothing_that_was_not_rehearsed(precision, flags, tmp_path, monkeypatch):
+    """With steps of several micro-steps, evaluations and samples: none of them waits for a compiler."""
+    launched, launch = [], door.launch
+
+    def counted(kernel, *args):
+        launched.append((kernel, door.types_of(args)))
+        launch(kernel, *args)
+
+    def rehearsed(run):
+        _compile.cache_clear()
+        launched.clear()
+        compile_kernels(run.plan.options)
+        known.update(launched)
+        launched.clear()
+
+    known, case = set(), write_case_a(tmp_path)
+    if precision == "bf16":
+        (case / "model.bin").write_bytes(bf16_model_bytes((case / "model.bin").read_bytes()))
+    monkeypatch.setattr(door, "launch", counted)
+    argv = [*inputs(case), "-b 4 -t 32 -d 256 -x 2 -v 1 -m 1 -s 1 -g 4 --kernels numba"]
+    ran(*argv, flags, faked={"compile_kernels": rehearsed})
+    assert launched and not set(launched) - known
 
 
 KEEP = """

@@ -46,7 +46,7 @@ def rows(out) -> dict[str, str]:
 
 @pytest.mark.parametrize("flags", [
     "", "-r 0 -ge 2", "-r 6 -ge 3", "-n 10 -o log --async-checkpoint 1", "--attention flash", "-n -1", "-k constant", "-k linear -q 0",
-    "-q 0.1 -u 5",
+    "-q 0.1 -u 5", "-h 1 --hellaswag-data mine.bin",
 ])  # fmt: skip
 def test_nothing_is_noted_of_what_anybody_expects(flags):
     assert said(flags) == []
@@ -61,7 +61,7 @@ def test_a_run_that_leaves_nothing_behind_says_so(flags, lost):
 @pytest.mark.parametrize("flags", ["-pi tcp", "-pi fs", "-ps 10.0.0.1"])
 def test_how_a_run_of_one_would_meet_others_is_noted(flags):
     sentence = "note: -pi and -ps are where several processes meet, and this run is one alone; -pn says how many there are"
-    assert said(flags) == [sentence] and said(flags, processes=2) == []
+    assert said(flags) == [sentence] and said(flags, processes=2) == said(f"{flags} --tensor-parallel 2", processes=2) == []
 
 
 @pytest.mark.parametrize("parts, more", [(2, 1), (4, 3), (8, 7)])

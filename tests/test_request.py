@@ -472,7 +472,8 @@ def test_a_step_s_sequences_are_counted_for_each_rank():
     assert [plan_options(s, D12, "bf16", "cuda", World(num_processes=n)).step_sequences for n in (1, 2)] == [8, 4]
 
 
-def test_a_long_sample_is_no_matter_where_none_is_printed():
+def test_a_sample_is_as_long_as_the_model_at_most_but_no_matter_where_none_is_printed():
     check_lengths(asked("-s 0 -g 4096"), D12)
-    with pytest.raises(UserError, match="^-g 4096: the model knows 1024 positions"):
-        check_lengths(asked("-s 1 -g 4096"), D12)
+    check_lengths(asked("-s 1 -g 1024"), D12)
+    with pytest.raises(UserError, match="^-g 1025: the model knows 1024 positions"):
+        check_lengths(asked("-s 1 -g 1025"), D12)

@@ -26,6 +26,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -263,6 +264,18 @@ def test_b_auto_goes_on_with_the_batch_of_the_checkpoint(case, tmp_path):
     out = ran(*argv, "-b auto -y 1 -o", resumed)
     assert "-b auto takes -b 4: the checkpoint's" in out and "| micro batch size B    | 4 " in out
     assert_same_end(resumed, straight, 6)
+
+
+def test_b_auto_takes_what_fits_where_the_checkpoint_names_no_batch(case, tmp_path):
+    """As llm.c's do not. The smallest that one may name is 1."""
+    argv = [*inputs(case), SMALL, "-x 6 -n 3", QUIET, "-o", tmp_path]
+    ran(*argv, "-x 3")
+    extra = tmp_path / "extra_00000003_00000.json"
+    extra.write_text(extra.read_text().replace('"B": 4', '"B": 1'))
+    said = "-b auto takes -b 1: the checkpoint's"
+    assert said in ran(*argv, "-b auto -y 1 --plan --memory-budget 1GiB")
+    extra.unlink()
+    assert said not in ran(*argv, "-b auto -y 1 --plan --memory-budget 1GiB")
 
 
 def test_r_auto_goes_on_at_any_level_with_the_same_bytes(case, tmp_path):
@@ -537,16 +550,31 @@ class Interrupted(io.RawIOBase):
         return len(content)
 
 
-def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch):
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch, heard):
+    """Also where nobody reads the answer any more."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    if not heard:
+        monkeypatch.setattr("llmc.interrupt.os", SimpleNamespace(write=MagicMock(side_effect=BrokenPipeError)))
     stop = StopRequest()
     try:
         print("step", flush=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert stop.agreed and capfd.readouterr().out == "\nSIGTERM: finishing this step; once more after 5 s to stop at once\n"
+    answer = "\nSIGTERM: finishing this step; once more after 5 s to stop at once\n"
+    assert stop.agreed and capfd.readouterr().out == (answer if heard else "")
+
+
+def test_a_run_ends_with_the_first_of_its_errors(monkeypatch):
+    """The second may be no more than what comes of it."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which it replaces
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop, first = StopRequest(), ValueError("the shard is gone")
+    for error in (first, ValueError("so is the log")):
+        stop.cannot_go_on(error)
+    assert stop.error is first and stop.requested and stop.agreed
 
 
 def signalled_twice(words) -> int:
@@ -571,8 +599,8 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 def test_a_second_signal_ends_a_run_at_once_unless_it_is_the_first_one_passed_on(first, second, later, ends):
     """By a launcher: Slurm at a time limit, systemd and others signal it and its processes, and then it signals them too."""
     process = Program(signalled_twice, [int(first), int(second), int(later)])
-    _, err = process.communicate()
-    assert (process.returncode, err) == (-second if ends else 0, "")
+    out, err = process.communicate()
+    assert (process.returncode, err) == (-second if ends else 0, "") and out.count("finishing this step") == 1
 
 
 @pytest.mark.parametrize("flags", ["-n 1000", "-n 2 -nk 1 --async-checkpoint 1", "-n 1000 -sl 5 -sg 5"])

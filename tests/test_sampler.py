@@ -28,6 +28,17 @@ def test_draws_repeat_the_sequential_float32_walk(V, shift):
         assert sample_softmax(logits, coin) == walked(logits, coin)
 
 
+@pytest.mark.parametrize("shift", [0, 5])
+def test_coins_beside_every_border_are_rounded_as_llm_c_rounds_them(shift):
+    """A threshold in more bits, a sum in fewer or logits that are shifted first draw some of these tokens' neighbours."""
+    logits = (np.random.default_rng(1).standard_normal(61) * 2 + shift).astype(np.float32)
+    weights = np.exp(logits, dtype=np.float32)
+    for border in np.cumsum(weights, dtype=np.float32)[:-1] / weights.sum(dtype=np.float64):
+        for steps in range(-4, 5):
+            coin = (round(border * 2**24) + steps) / 2**24
+            assert sample_softmax(logits, coin) == walked(logits, coin)
+
+
 def test_a_coin_on_the_border_belongs_to_the_next_token():
     """coin < cdf is strict: two equal tokens share at exactly one half."""
     logits = np.zeros(2, np.float32)
@@ -40,15 +51,17 @@ def test_a_token_without_probability_is_never_drawn():
 
 
 @pytest.mark.parametrize("shift", (-1000, 1000))
-def test_logits_beyond_float32_exp_keep_their_probabilities(shift):
+def test_logits_beyond_float32_exp_keep_their_probabilities(shift, recwarn):
     """llm.c would say the last token; GPT-2's own logits lie far from 0."""
     logits = np.array([0, 1, 2, -50], np.float32)
     for coin in (0.0, 0.1, 0.2, 0.5, 0.99):
         assert sample_softmax(logits + np.float32(shift), coin) == sample_softmax(logits, coin)
+    assert not recwarn
 
 
-def test_a_diverged_model_draws_the_last_token_without_a_warning(recwarn):
-    assert sample_softmax(np.full(5, np.nan, np.float32), 0.5) == 4
+@pytest.mark.parametrize("diverged", [math.nan, math.inf])
+def test_a_diverged_model_draws_the_last_token_without_a_warning(recwarn, diverged):
+    assert sample_softmax(np.full(5, diverged, np.float32), 0.5) == 4
     assert not recwarn
 
 
@@ -56,7 +69,7 @@ def test_a_diverged_model_draws_the_last_token_without_a_warning(recwarn):
 def test_a_temperature_divides_the_logits(temperature):
     """Frequencies are the probabilities to the power of its inverse; however large the logits are."""
     p = np.array([1, 2, 3, 4]) ** (1 / temperature)
-    for shift in (0, 300, -300):
+    for shift in (0, 300, -300, -26):  # the last has exponentials of a few bits, once it is divided by 0.25
         logits = np.log(np.array([1, 2, 3, 4], np.float32)) + np.float32(shift)
         drawn = np.bincount([sample_softmax(logits, coin, temperature) for coin in np.arange(1000) / 1000], minlength=4)
         assert np.abs(drawn - 1000 * p / p.sum()).max() <= 2
