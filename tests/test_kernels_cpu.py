@@ -33,7 +33,7 @@ import llmc.kernels_cpu
 import test_kernels
 from case_a import write_case_a
 from llmc.gpt2 import GPT2
-from llmc.kernels_cpu import attention, compiler, door, matmul, tiles, why_no_cpu_kernels
+from llmc.kernels_cpu import attention, compiler, door, matmul, packing, tiles, why_no_cpu_kernels
 from llmc.kernels_cpu.compiler import KeptKernels
 from llmc.kernels_cpu.functions import numba_attention, numba_operations
 from llmc.layers.functions import cpu_attention, torch_operations
@@ -201,16 +201,16 @@ def test_only_whole_lines_are_streamed_and_only_what_amx_multiplied(monkeypatch)
     assert out.data_ptr() % door.LINE == 0
     for there in (False, True):
         monkeypatch.setattr(tiles, "MULTIPLIES_TILES", there)
-        assert tiles.streams_lines(out, 64, pairs) == tiles.streams_lines(out.view(-1)[32:], 192, pairs) == int(there)
-        assert not tiles.streams_lines(out, 80, pairs) and not tiles.streams_lines(out.view(-1)[2:], 64, pairs)
-        assert not tiles.streams_lines(out, 64, numbers)
+        assert packing.streams_lines(out, 64, pairs) == packing.streams_lines(out.view(-1)[32:], 192, pairs) == int(there)
+        assert not packing.streams_lines(out, 80, pairs) and not packing.streams_lines(out.view(-1)[2:], 64, pairs)
+        assert not packing.streams_lines(out, 64, numbers)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.uint16])
 def test_a_row_that_is_streamed_past_the_caches_has_the_bits_of_one_that_is_not(kind):
     @door.njit
     def write(out, x, streams):
-        tiles.write_row(out, 32, x, 5, 64, np.float32(0.3), streams)
+        packing.write_row(out, 32, x, 5, 64, np.float32(0.3), streams)
 
     x = np.random.default_rng(0).standard_normal(80).astype(np.float32)
     x[7], x[9], x[11] = nan, -inf, 1e-40
@@ -523,8 +523,9 @@ import sys
 import numpy as np
 import torch
 from llmc.kernels_cpu import door, matmul
+from llmc.kernels_cpu.packing import pack_left, pack_right
 from llmc.kernels_cpu.tiles import (
-    LANES, LARGE, MULTIPLIES_PAIRS, MULTIPLIES_TILES, block_tile_of, close_tiles, multiply, open_tiles, pack_left, pack_right, whole_depth,
+    LANES, LARGE, MULTIPLIES_PAIRS, MULTIPLIES_TILES, block_tile_of, close_tiles, multiply, open_tiles, whole_depth,
 )
 from llmc.memory.tuning import TILE_ROWS
 

@@ -8,7 +8,8 @@ without it trains with the torch operations.
     compile_processes   several compiled beside one another
     notice              saying so, once
     recording           a step as a list of calls, the CPU's graphs
-    tiles               products of tiles in registers; packing what they multiply
+    tiles               products of tiles in registers
+    packing             what they multiply, packed
     columns             sums over rows, the same bits on any number of threads
     encoder layernorm matmul attention gelu fused_classifier global_norm adamw
                         the counterparts

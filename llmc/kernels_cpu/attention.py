@@ -18,10 +18,8 @@ from llmc.kernels_cpu.door import (
     F0, F1, LINE, LOG2_E, aligned, array, dot, exp2_below_zero, factors, fetch, fma, helper, jit, load, plus, prange, select, shared,
     sqrt, store,
 )  # fmt: skip
-from llmc.kernels_cpu.tiles import (
-    LANES, close_tiles, join_factors, multiply, open_tiles, pack_left, pack_right, round_numbers, streams_lines, transpose_rows, values_of,
-    whole_depth, write_row,
-)  # fmt: skip
+from llmc.kernels_cpu.packing import join_factors, pack_left, pack_right, round_numbers, streams_lines, transpose_rows, write_row
+from llmc.kernels_cpu.tiles import LANES, close_tiles, multiply, open_tiles, values_of, whole_depth
 from llmc.memory.tuning import ATTENTION_BLOCK as BLOCK
 
 LOWEST, LN2 = np.float32(-np.inf), np.float32(np.log(2))

@@ -16,10 +16,8 @@ import torch
 
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import F1, LINE, aligned, array, dot, factors, fetch_to_write, jit, load, prange, shared, store
-from llmc.kernels_cpu.tiles import (
-    AMX, SMALL, by_amx, close_tiles, multiply_tile, open_tiles, pack_left, pack_right, streams_lines, tile_columns, tile_of, tile_rows,
-    values_of, write_row,
-)  # fmt: skip
+from llmc.kernels_cpu.packing import pack_left, pack_right, streams_lines, write_row
+from llmc.kernels_cpu.tiles import AMX, SMALL, by_amx, close_tiles, multiply_tile, open_tiles, tile_columns, tile_of, tile_rows, values_of
 from llmc.memory.tuning import MATMUL_BLOCK as BLOCK
 from llmc.memory.tuning import MATMUL_DEPTH as DEPTH
 from llmc.memory.tuning import MATMUL_PANEL as PANEL
