@@ -20,7 +20,7 @@ from llmc.layers.residual import residual_add_inplace
 from llmc.layers.rows import add_widened
 from llmc.memory.arena import TORCH_DTYPE, allocate, allocate_mapped, cut_activations, cut_layer, cut_outer, cut_parameters
 from llmc.memory.ladder import passes
-from llmc.memory.layout import flat_layout, gradient_groups
+from llmc.memory.layout import flat_layout, gradient_buckets
 from llmc.memory.offload import OffloadedResiduals, ResidentResiduals
 from llmc.memory.plan import Plan
 from llmc.memory.scratch_sizes import classifier_rows, head_sums
@@ -58,7 +58,7 @@ class GPT2:
         self.plan, self.config, self.device = plan, o.config, torch.device(device)
         self.B, self.T, self.NH, self.C = o.B, o.T, o.heads, o.config.channels
         self.tuning = TUNING[o.device]
-        self.gradient_groups = gradient_groups(o.config) if o.trains else {}
+        self.gradient_buckets = gradient_buckets(o.config) if o.trains else {}
         self.run = graphs.run if graphs else run_at_once
         self.seed = seed
         # seeds every stochastic rounding; the same on all ranks, which must agree on the weights
@@ -98,7 +98,7 @@ class GPT2:
         if o.ranks_of(arena) == 1:
             return cut_parameters(self.flat[arena], self.config, o.tensor_parallel), None
         slots = [cut_layer(slot, self.config, o.tensor_parallel) for slot in self.acts[f"layer_{name}"]]
-        with_lnf = self.gradient_groups["lnf"] if arena == "gradients" else ()
+        with_lnf = self.gradient_buckets["lnf"] if arena == "gradients" else ()
         also = [tensor for tensor, _ in with_lnf if tensor not in OUTER]  # of one layer
         return cut_outer(self.acts[f"outer_{name}"], self.config, o.tensor_parallel, also), slots
 
@@ -108,13 +108,13 @@ class GPT2:
             return self.params[name]
         return self.params[name][l] if self._layer_weights is None else self._layer_weights[layer_slot(l)][name]
 
-    def gradient(self, group, name, l):
-        """Layer l of a weight tensor's gradient, in the place where it is written as one of a group (see gradient_groups)."""
+    def gradient(self, bucket, name, l):
+        """Layer l of a weight tensor's gradient, in the place where it is written as one of a bucket (see gradient_buckets)."""
         if name in OUTER:
             return self.grads[name]
         if self._layer_gradients is None:
             return self.grads[name][l]
-        return self.grads[name] if group == "lnf" else self._layer_gradients[layer_slot(group)][name]
+        return self.grads[name] if bucket == "lnf" else self._layer_gradients[layer_slot(bucket)][name]
 
     def _block(self, l):
         """Layer l's activations, parameters and gradients under their table names; a gradient's name has a leading d."""
@@ -132,14 +132,14 @@ class GPT2:
             if p.per_layer:
                 setattr(block, p.name, self.weight(p.name, l))
         block.dproj_bias = None  # the gradient of the bias of the projection whose output is this block's input
-        for name, of in self.gradient_groups.get(l, ()):
+        for name, of in self.gradient_buckets.get(l, ()):
             setattr(block, "d" + name if of == l else "dproj_bias", self.gradient(l, name, of))
         return block
 
     def _final_norm(self):
         """The last layernorm, as the ln1 of a block above the last. The gradient of its output overwrites that output."""
         acts, L = self.acts, self.config.num_layers
-        gradients = (self.gradient("lnf", *of) for of in self.gradient_groups.get("lnf", ()))
+        gradients = (self.gradient("lnf", *of) for of in self.gradient_buckets.get("lnf", ()))
         return SimpleNamespace(
             residual=self._residual3(L - 1), ln1=acts["lnf"], ln1_mean=acts["lnf_mean"], ln1_rstd=acts["lnf_rstd"],
             ln1w=self.params["lnfw"], ln1b=self.params["lnfb"], **dict(zip(("dln1w", "dln1b", "dproj_bias"), gradients)), number=None,
@@ -339,8 +339,8 @@ class GPT2:
         if micro_step == 0:
             a["losses"].zero_()
 
-        def complete(group):
-            sharing.complete(group, adding=micro_step > 0, last=micro_step == grad_accum_steps - 1)
+        def complete(bucket):
+            sharing.complete(bucket, adding=micro_step > 0, last=micro_step == grad_accum_steps - 1)
 
         sharing.clear("lnf")
         self._head_backward(1.0 / self.tokens(grad_accum_steps))

@@ -11,7 +11,7 @@ import torch
 
 from llmc.distributed.group import Done
 from llmc.distributed.tensor_parallel import Undivided
-from llmc.memory.layout import flat_layout, weight_groups
+from llmc.memory.layout import flat_layout, weight_buckets
 from llmc.memory.slots import gradient_slot, weight_slot
 from llmc.memory.tables import SUMMED_OVER_PARTS
 from llmc.memory.tuning import LOSS, NORM, STOPS, UNDIVIDED_NORM, WRITTEN
@@ -51,10 +51,10 @@ class OneRank:
         self._flat = model.flat
 
     def need(self, key, then=None):
-        """The weights of group `key` are about to be read; those of group `then`, which is next, may be gathered meanwhile."""
+        """The weights of bucket `key` are about to be read; those of bucket `then`, which is next, may be gathered meanwhile."""
 
     def release(self, key):
-        """The weights of group `key` are not read again before the next need(key): their slot may be used for something else."""
+        """The weights of bucket `key` are not read again before the next need(key): their slot may be used for something else."""
 
     def release_all(self):
         """Wait for all weights that are being gathered, and give up all slots: their memory may be used for something else."""
@@ -70,10 +70,10 @@ class OneRank:
         """The same, however long a rank takes that still moves, such as one that writes to a slow disk. `what` they wait for, in words."""
 
     def clear(self, key):
-        """The gradients of group `key` are about to be written."""
+        """The gradients of bucket `key` are about to be written."""
 
     def complete(self, key, adding: bool, last: bool):
-        """The gradients of group `key` are complete for this micro-step.
+        """The gradients of bucket `key` are complete for this micro-step.
 
         adding  whether they add to those of earlier micro-steps
         last    whether this is the last micro-step of the step
@@ -109,9 +109,9 @@ class Sharing:
     def __init__(self, plan, group, parts, everyone, world):
         self.options, self.group, self.parts, self.everyone, self.world = plan.options, group, parts, everyone, world
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
-        self._weight_groups = weight_groups(plan.options.config)
-        self._sums, self._coming = {}, {}  # group -> (handle, adding, last) of its gradients; group -> handle of its weights
-        self._in_slot = {}  # slot -> group whose weights it holds or is receiving
+        self._weight_buckets = weight_buckets(plan.options.config)
+        self._sums, self._coming = {}, {}  # bucket -> (handle, adding, last) of its gradients; bucket -> handle of its weights
+        self._in_slot = {}  # slot -> bucket whose weights it holds or is receiving
         self._spreading = []
         self._wants_to_stop, self._checkpoints_written = False, 0
         assert self.size == plan.options.data_ranks
@@ -144,8 +144,8 @@ class Sharing:
         layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.parts.rank) if o.shares else ()
         self._acts, self._layout = acts, {t.name: t for t in layout}
         self._gradient_shares = acts["gradient_share"] if "gradient_share" in acts else self._flat.get("gradients")
-        self._weights = {k: [model.weight(*of).view(-1) for of in group] for k, group in self._weight_groups.items()}
-        self._gradients = {k: [model.gradient(k, *of).view(-1) for of in group] for k, group in model.gradient_groups.items()}
+        self._weights = {k: [model.weight(*of).view(-1) for of in bucket] for k, bucket in self._weight_buckets.items()}
+        self._gradients = {k: [model.gradient(k, *of).view(-1) for of in bucket] for k, bucket in model.gradient_buckets.items()}
 
     # ------------------------------------------------------------------------
     # weights
@@ -160,12 +160,12 @@ class Sharing:
             self._fetch(then)
 
     def _fetch(self, key):
-        """Begin to gather a group's sharded weights into their slot, unless it holds them already."""
+        """Begin to gather a bucket's sharded weights into their slot, unless it holds them already."""
         slot = weight_slot(key)
         if self._in_slot.get(slot) != key:
             self._wait_for_weights(self._in_slot.get(slot))
             self._in_slot[slot] = key
-            shares = [self._flat["parameters"][self._layout[name].layer(l)] for name, l in self._weight_groups[key]]
+            shares = [self._flat["parameters"][self._layout[name].layer(l)] for name, l in self._weight_buckets[key]]
             self._coming[key] = self.group.gather_shares(self._weights[key], shares)
 
     def _wait_for_weights(self, key):
@@ -210,7 +210,7 @@ class Sharing:
         if not (last or self.options.reduces_always):
             return
         if self.parts.size > 1:
-            names = [name for name, _ in self._model.gradient_groups[key]]
+            names = [name for name, _ in self._model.gradient_buckets[key]]
             self.parts.group.sum_whole([t for t, name in zip(self._gradients[key], names) if name in SUMMED_OVER_PARTS]).wait()
         if not self.options.shares:
             self._sums[key] = self.group.sum_whole(self._gradients[key]), adding, last
@@ -221,12 +221,12 @@ class Sharing:
         self._sums[key] = self.group.sum_shares(self._gradients[key]), adding, last
 
     def _take(self, key):
-        """Wait for the sums of a group, then do what the stage requires: spread them, leave them in place, or keep this rank's share."""
+        """Wait for the sums of a bucket, then do what the stage requires: spread them, leave them in place, or keep this rank's share."""
         handle, adding, last = self._sums.pop(key)
         handle.wait()
         spread = self.stage == 0 and self.options.shares and last
         if self.options.reduces_always:
-            for (name, l), tensor in zip(self._model.gradient_groups[key], self._gradients[key]):
+            for (name, l), tensor in zip(self._model.gradient_buckets[key], self._gradients[key]):
                 share, new = self._gradient_shares[self._layout[name].layer(l)], self.group.share(tensor)
                 share.add_(new) if adding else share.copy_(new)
                 if spread:

@@ -118,20 +118,20 @@ def divides(config: ModelConfig, ranks: int, parts: int = 1) -> bool:
     return sizes["f"] % ranks == 0 and sizes["k"] % ranks == 0
 
 
-def gradient_groups(config: ModelConfig) -> dict:
+def gradient_buckets(config: ModelConfig) -> dict:
     """Key -> ((tensor, layer), ...) of the gradients that become complete together, in the order of the backward pass.
 
     The key of a block is its number. The bias of a block's last projection is with the block above, or the last layernorm: its
     gradient is a sum over rows of the gradient of the stream between them, which is taken there.
     """
     L, blocks = config.num_layers, [p.name for p in PARAMETERS if p.per_layer and p.name != "fcprojb"]
-    groups = {"lnf": (("lnfw", 0), ("lnfb", 0), ("fcprojb", L - 1))}
+    buckets = {"lnf": (("lnfw", 0), ("lnfb", 0), ("fcprojb", L - 1))}
     for l in reversed(range(L)):
-        groups[l] = tuple((name, l) for name in blocks) + ((("fcprojb", l - 1),) if l else ())
-    return groups | {"encoder": (("wte", 0), ("wpe", 0))}
+        buckets[l] = tuple((name, l) for name in blocks) + ((("fcprojb", l - 1),) if l else ())
+    return buckets | {"encoder": (("wte", 0), ("wpe", 0))}
 
 
-def weight_groups(config: ModelConfig) -> dict:
+def weight_buckets(config: ModelConfig) -> dict:
     """Key -> ((tensor, layer), ...) of the weights that are needed together: those that belong to no layer, then layer by layer."""
     outer = tuple((p.name, 0) for p in PARAMETERS if not p.per_layer)
     return {"outer": outer} | {l: tuple((p.name, l) for p in PARAMETERS if p.per_layer) for l in range(config.num_layers)}

@@ -10,12 +10,12 @@ def layer_slot(l: int) -> int:
 
 
 def weight_slot(key):
-    """The slot of a group of sharded weights: see layout.weight_groups."""
+    """The slot of a bucket of sharded weights: see layout.weight_buckets."""
     return key if key == "outer" else layer_slot(key)
 
 
 def gradient_slot(key):
-    """The slot of a group of sharded gradients: see layout.gradient_groups."""
+    """The slot of a bucket of sharded gradients: see layout.gradient_buckets."""
     return "outer" if key in ("lnf", "encoder") else layer_slot(key)
 
 

@@ -1,6 +1,6 @@
 """What ranks send one another in a step, on paper: bytes by purpose and collective, and how long links are busy with them.
 
-The walk repeats the model's calls of need() and gathered(), over the same schedule, groups of tensors and slots: whoever changes them in
+The walk repeats the model's calls of need() and gathered(), over the same schedule, buckets of tensors and slots: whoever changes them in
 llmc.gpt2 changes them here. The bytes are those that Group.sent counts in a run, which tests compare: as for a ring, which is the least
 possible. In a reduce-scatter or an all-gather of n bytes over N ranks each sends n (N-1)/N; an all-reduce is the one followed by the other.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from llmc.memory.ladder import backward_schedule, kept_names, segments
-from llmc.memory.layout import gradient_groups, weight_groups
+from llmc.memory.layout import gradient_buckets, weight_buckets
 from llmc.memory.options import PlanOptions
 from llmc.memory.slots import weight_slot
 from llmc.memory.tables import BACKWARD_STAGES, DTYPE_BYTES, FORWARD_STAGES, SUMMED_OVER_PARTS, layer_shapes
@@ -101,10 +101,10 @@ def _layer_bytes(o: PlanOptions, dtype: str) -> dict[str, int]:
 
 
 def _gradients(o, grad_accum_steps):
-    """The sum of each complete group: after every micro-step, or only the last; at stage 0 the sums are then spread, once."""
+    """The sum of each complete bucket: after every micro-step, or only the last; at stage 0 the sums are then spread, once."""
     n_bytes, times = _layer_bytes(o, o.grad_dtype), grad_accum_steps if o.reduces_always else 1
-    for key, group in gradient_groups(o.config).items():
-        names = [name for name, _ in group]
+    for key, bucket in gradient_buckets(o.config).items():
+        names = [name for name, _ in bucket]
         if o.tensor_parallel > 1:
             alike = [ring(n_bytes[name], o.tensor_parallel, 2) for name in names if name in SUMMED_OVER_PARTS]
             yield "gradients all parts have", "all-reduce", times * sum(alike)
@@ -121,18 +121,18 @@ def _gradients(o, grad_accum_steps):
 
 
 def _weights(o, grad_accum_steps):
-    """Stages 1 and 2 gather all weights after the update, stage 3 gathers a group whenever it is needed and in no slot."""
+    """Stages 1 and 2 gather all weights after the update, stage 3 gathers a bucket whenever it is needed and in no slot."""
     if o.zero_stage == 0:
         return
-    n_bytes, groups = _layer_bytes(o, o.precision), weight_groups(o.config)
-    times = _fetches(o, grad_accum_steps) if o.zero_stage == 3 else dict.fromkeys(groups, 1)
-    for key, group in groups.items():
+    n_bytes, buckets = _layer_bytes(o, o.precision), weight_buckets(o.config)
+    times = _fetches(o, grad_accum_steps) if o.zero_stage == 3 else dict.fromkeys(buckets, 1)
+    for key, bucket in buckets.items():
         purpose = "weights outside layers" if key == "outer" else "weights of layers"
-        yield purpose, "all-gather", times[key] * sum(ring(n_bytes[name], o.data_ranks) for name, _ in group)
+        yield purpose, "all-gather", times[key] * sum(ring(n_bytes[name], o.data_ranks) for name, _ in bucket)
 
 
 def _fetches(o, grad_accum_steps) -> Counter:
-    """Group of weights -> how often it is gathered. All micro-steps but the first find in the slots what the one before left."""
+    """Bucket of weights -> how often it is gathered. All micro-steps but the first find in the slots what the one before left."""
     in_slot, after = {}, []
     fetched = Counter()
     for _ in range(min(grad_accum_steps, 2)):
@@ -150,7 +150,7 @@ def _fetches(o, grad_accum_steps) -> Counter:
 
 
 def _needs(o):
-    """Yields groups of weights in the order in which a micro-step needs them, each with the one that is gathered meanwhile, as in GPT2.
+    """Yields buckets of weights in the order in which a micro-step needs them, each with the one that is gathered meanwhile, as in GPT2.
     None means that the outer ones are no longer needed."""
     L, s = o.config.num_layers, segments(o.recompute, o.config.num_layers)
 
@@ -170,7 +170,7 @@ def _needs(o):
 
 
 def _with(key, then):
-    """The groups that Sharing.need(key, then) gathers, unless they are there."""
+    """The buckets that Sharing.need(key, then) gathers, unless they are there."""
     return (key,) if then is None or weight_slot(then) == weight_slot(key) else (key, then)
 
 
