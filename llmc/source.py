@@ -56,7 +56,7 @@ def choose_model(s: Settings) -> Source:
         from llmc.data.shards import matches
 
         from_scratch = "train from random weights with -e d12 (or d6, the smallest)"
-        if not matches(s.train_data):
+        if not s.plan and not matches(s.train_data):
             raise UserError(
                 f"there is neither a model {s.model} (-e) nor training data {s.train_data} (-i); "
                 f"make the data with: python scripts/prepare_tinyshakespeare.py, then {from_scratch}: python train_gpt2.py -e d6 -b 4 -t 64"
