@@ -36,6 +36,7 @@ from llmc import __version__
 from llmc.agreement import check_agreement, check_inputs
 from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
+from llmc.checkpoint.extra_file import NO_FILE, Extra, changes_since, optimisation
 from llmc.checkpoint.store import extra_path, first_without_room, held_folder, steps_done
 from llmc.clock import StepClock
 from llmc.distributed.place import find_place
@@ -43,8 +44,8 @@ from llmc.distributed.world import (
     World, bound_note, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest, told,
 )  # fmt: skip
 from llmc.errors import (
-    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, RESUME_FROM_ANOTHER, Interrupted, NotEnoughMemory, RankLost, UserError, end_with,
-    fill_closed_streams, is_out_of_memory, leave, tell, tell_lost_output,
+    INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, Interrupted, NotEnoughMemory, RankLost, UserError, end_with, fill_closed_streams,
+    is_out_of_memory, leave, tell, tell_lost_output,
 )  # fmt: skip
 from llmc.files import fingerprint
 from llmc.flags import Settings, check_contradictions, format_help, parse
@@ -60,9 +61,7 @@ from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.operations import other_matmuls
 from llmc.outlier import OutlierDetector
 from llmc.plan_command import plan_text
-from llmc.preamble import (
-    changes_since, chosen_line, notes, optimisation, print_device, print_model, print_rows, print_settings, print_sizes,
-)  # fmt: skip
+from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
@@ -462,18 +461,15 @@ def resume(run: Run, saved, continued):
     run.record.phase("resume", run.resume_step)
 
 
-def adopt(run: Run, extra: dict):
-    """Take over the outlier windows, which llm.c's state file has no room for, and tell of flags that have changed. Raises UserError where
-    the extra file is damaged."""
+def adopt(run: Run, extra: Extra):
+    """Take over the outlier windows, and tell of flags that have changed. Raises UserError where the extra file is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
-    if not extra:
+    if extra == NO_FILE:
         print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
         return
-    if missing := {"loss_outliers", "norm_outliers"} - extra.keys():
-        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; {RESUME_FROM_ANOTHER}")
-    run.loss_outliers.restore(extra["loss_outliers"], source=str(path))
-    run.norm_outliers.restore(extra["norm_outliers"], source=str(path))
-    for line in changes_since(extra.get("optimisation", {}), optimisation(run.settings, run.total_batch_size), path):
+    run.loss_outliers.restore(extra.loss_outliers, source=str(path))
+    run.norm_outliers.restore(extra.norm_outliers, source=str(path))
+    for line in changes_since(extra.optimisation, optimisation(run.settings, run.total_batch_size), path):
         print(line)
 
 
@@ -841,11 +837,10 @@ def evaluation_ends(run: Run, what: str, call: int) -> bool:
 def checkpoint(run: Run, step: int):
     """Write everything a resumed run needs: now, or beside the next steps."""
     s, loader = run.settings, run.train_loader
-    run.checkpoints.write(step, loader, {
-        "loss_outliers": run.loss_outliers.state(), "norm_outliers": run.norm_outliers.state(),
-        "B": s.batch_size, "T": s.sequence_length, "data": loader.data_state(), **({"seed": s.seed} if s.seed else {}),
-        "optimisation": optimisation(s, run.total_batch_size),
-    })  # fmt: skip
+    run.checkpoints.write(step, loader, Extra(
+        run.loss_outliers.state(), run.norm_outliers.state(), B=s.batch_size, T=s.sequence_length, data=loader.data_state(), seed=s.seed,
+        optimisation=optimisation(s, run.total_batch_size),
+    ))  # fmt: skip
 
 
 # ----------------------------------------------------------------------------

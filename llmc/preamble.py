@@ -5,8 +5,7 @@ from pathlib import Path
 from llmc.backend import MATMUL_LIBRARY
 from llmc.checkpoint.store import steps_done
 from llmc.config import GPT2_VOCAB_SIZE, ModelConfig
-from llmc.errors import RESUME_FROM_ANOTHER, UserError
-from llmc.flags import FLAGS, Settings
+from llmc.flags import Settings
 from llmc.logger import LOG_NAME, VALUE_WIDTH, is_of_training, old_name, table_row, table_rule
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
@@ -76,34 +75,6 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
         matmul = "fp8 in layers" if o.matmul == "fp8" else MATMUL_LIBRARY[s.matmul]
         ways |= {"attention": o.attention, "matmul": matmul, "CUDA graphs": "on" if graphs else "off"}
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
-
-
-# flags that a resumed run may change, of which a line then tells (changes_since). total_batch_size is -d, or what -b and -t come to
-OPTIMISATION = (
-    "learning_rate", "lr_scheduler", "warmup_steps", "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "total_batch_size",
-)  # fmt: skip
-
-
-def optimisation(s: Settings, total_batch_size: int) -> dict:
-    """The values of these flags, for the checkpoint."""
-    return {field: getattr(s, field) for field in OPTIMISATION} | {"total_batch_size": total_batch_size}
-
-
-def changes_since(written, now: dict, path):
-    """A line if a run goes on with other values of these flags than `written` in its checkpoint's extra file, at `path`; older ones, and
-    llm.c's, do not say. Raises UserError for values that the flags do not take."""
-    if not isinstance(written, dict):
-        raise UserError(f"{path} says optimisation {written!r}; expected the values of flags, so it is damaged; {RESUME_FROM_ANOTHER}")
-    flags = {flag.field: flag for flag in FLAGS if flag.field in now}
-    for field in written.keys() & flags.keys():
-        if not flags[field].takes(written[field]):
-            raise UserError(
-                f"{path} says {field} {written[field]!r}; expected {flags[field].expected}, so it is damaged; {RESUME_FROM_ANOTHER}"
-            )
-    changed = [field for field in now if written.get(field, now[field]) != now[field]]
-    if changed:
-        before, after = (" ".join(f"{flags[field].short[0]} {values[field]}" for field in changed) for values in (written, now))
-        yield f"note: the checkpoint was written with {before}, and the run goes on with {after}"
 
 
 def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmc.cards import RESERVE, Budget, Device, parse_budget
+from llmc.checkpoint.extra_file import read_number
+from llmc.checkpoint.store import extra_path
 from llmc.config import ModelConfig
 from llmc.distributed.world import World, smallest
 from llmc.errors import UserError
@@ -19,7 +21,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.scratch_sizes import widens
 from llmc.processor import factor_type, matmul_kind
 from llmc.refusals import check_attention, check_forms, check_fp8, check_parts, check_shares, check_sizes
-from llmc.source import Source, written_number
+from llmc.source import Source
 from llmc.units import round_up
 
 ALONE = World()
@@ -183,7 +185,7 @@ def settle_auto(
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
     if s.batch_size == "auto" and source.resume_step is not None:
-        if written := written_number(s, source, "B", BY_NAME["-b"], None):
+        if written := read_number(extra_path(s.output_dir, source.resume_step, 0), "B", BY_NAME["-b"]):
             reason = f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"
             return replace(s, batch_size=written), [reason]
     if budget is None:

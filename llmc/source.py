@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmc.cards import AMPERE, Device
+from llmc.checkpoint.extra_file import read_number
 from llmc.checkpoint.model_file import read_model_header
 from llmc.checkpoint.store import extra_path, find_last_step, model_path, state_path
 from llmc.config import ModelConfig, config_from_descriptor
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
-from llmc.flags import BY_NAME, Flag, Settings
+from llmc.flags import BY_NAME, Settings
 from llmc.processor import likely_precision
 
 
@@ -166,23 +167,10 @@ def settle_seed(s: Settings, source: Source) -> Settings:
     was asked for."""
     if source.resume_step is None:
         return s
-    seed = written_number(s, source, "seed", BY_NAME["--seed"], 0)  # llm.c's checkpoints have its seeds
+    seed = read_number(extra_path(s.output_dir, source.resume_step, 0), "seed", BY_NAME["--seed"])
     if s.seed not in (0, seed):
         raise UserError(
             f"--seed {s.seed}: the checkpoint of step {source.resume_step} in {s.output_dir} is of a run with --seed {seed}, "
             "and goes on with that; leave --seed out"
         )
     return replace(s, seed=seed)
-
-
-def written_number(s: Settings, source: Source, name: str, flag: Flag, default: int | None) -> int | None:
-    """What the run that wrote the checkpoint to resume from says that the value of a flag was, under `name`; `default` where it does not,
-    as in llm.c's. Raises UserError for what the flag would not take."""
-    from llmc.checkpoint.state_file import read_extra
-
-    path = extra_path(s.output_dir, source.resume_step, 0)
-    value = read_extra(path).get(name, default)
-    if value is not default and (type(value) is not int or not flag.at_least <= value <= flag.at_most):
-        expected = f"a whole number from {flag.at_least} to {flag.at_most}"
-        raise UserError(f"{path} says {name} {value!r}; expected {expected}, so it is damaged; {RESUME_FROM_ANOTHER}")
-    return value

@@ -33,6 +33,7 @@ from test_resume import (
 import train_gpt2
 from llmc.backend import Backend
 from llmc.cards import Budget
+from llmc.checkpoint.extra_file import Extra
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import begin_snapshot, load_snapshot
 from llmc.checkpoint.writer import Writer
@@ -95,7 +96,7 @@ class Gate:
 
     def __enter__(self):
         self._stack = ExitStack()
-        for module in ("model_file", "state_file"):
+        for module in ("model_file", "extra_file", "state_file"):
             self._stack.enter_context(patch(f"llmc.checkpoint.{module}.write_atomically", self.write_atomically))
         return self
 
@@ -400,7 +401,7 @@ def test_what_may_take_long_says_with_every_piece_that_it_goes_on(tmp_path, monk
     model.init_random()
     assert len(said) >= 2 + 4 * CONFIG.num_layers
     said.clear()
-    begin_snapshot(writer, tmp_path, 1, model, NoLoader(), {})
+    begin_snapshot(writer, tmp_path, 1, model, NoLoader(), Extra({}, {}))
     writer.wait()
     assert set(said) == {thread} and len(said) >= 4 * 4 * N >> 16
     said.clear()
@@ -414,7 +415,7 @@ def test_the_copy_is_planned_to_the_byte(o, tmp_path):
     o = replace(o, async_checkpoint=True)
     plan, without = Plan(o), Plan(replace(o, async_checkpoint=False))
     model = GPT2(plan)
-    save_snapshot(tmp_path, 1, model, NoLoader(), {})
+    save_snapshot(tmp_path, 1, model, NoLoader(), Extra({}, {}))
     sizes = [(tmp_path / name).stat().st_size - 1024 for name in ("model_00000001.bin", "state_00000001_00000.bin")]
     assert plan.checkpoint_bytes == sum(sizes) == N * DTYPE_BYTES[o.precision] + 4 * N * (2 if o.master == "none" else 3)
     assert plan.total_bytes == without.total_bytes + plan.checkpoint_bytes == sum(plan.columns.values())
@@ -540,8 +541,8 @@ def test_on_a_card_the_copy_is_of_the_moment_it_is_taken(o, tmp_path):
         flat.view(torch.uint8).random_(0, 60)
     (tmp_path / "now").mkdir()
     (tmp_path / "beside").mkdir()
-    save_snapshot(tmp_path / "now", 1, model, NoLoader(), {})
-    begin_snapshot(writer, tmp_path / "beside", 1, model, NoLoader(), {})
+    save_snapshot(tmp_path / "now", 1, model, NoLoader(), Extra({}, {}))
+    begin_snapshot(writer, tmp_path / "beside", 1, model, NoLoader(), Extra({}, {}))
     for flat in model.flat.values():
         flat.zero_()
     writer.wait()

@@ -23,6 +23,7 @@ from test_resume import assert_same_end, bf16_model_bytes, files_of
 import train_gpt2
 from llmc import gpt2
 from llmc.cards import Budget
+from llmc.checkpoint.extra_file import Extra
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot
 from llmc.checkpoint.store import state_path
@@ -386,7 +387,7 @@ FORMS = [
 
 
 def save(model, folder, step):
-    save_snapshot(folder, step, model, NoLoader(), {})
+    save_snapshot(folder, step, model, NoLoader(), Extra({}, {}))
 
 
 def load(model, folder, step):

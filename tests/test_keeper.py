@@ -11,6 +11,7 @@ import pytest
 from case_a import CONFIG, NoLoader
 
 from llmc.checkpoint import keeper
+from llmc.checkpoint.extra_file import Extra
 from llmc.checkpoint.keeper import Checkpoints
 from llmc.checkpoint.store import find_last_step, step_to_delete
 from llmc.errors import UserError
@@ -54,7 +55,7 @@ def steps(folder) -> list[int]:
 
 
 def write(checkpoints, step):
-    checkpoints.write(step, NoLoader(), {})
+    checkpoints.write(step, NoLoader(), Extra({}, {}))
 
 
 def test_one_is_due_on_its_period_at_the_end_and_when_asked_to_stop(keep):
@@ -150,7 +151,7 @@ def test_an_earlier_run_s_done_is_gone_before_its_files_are_replaced(keep, tmp_p
         seen.append((path.name[:5], steps(tmp_path)))
         write_atomically(path, pieces, **options)
 
-    for module in ("model_file", "state_file"):
+    for module in ("model_file", "extra_file", "state_file"):
         monkeypatch.setattr(f"llmc.checkpoint.{module}.write_atomically", replace_file)
     write(keep(), 4)
     assert seen == [("model", []), ("extra", []), ("state", [])] and steps(tmp_path) == [4]
@@ -203,7 +204,7 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
 
     def failure():
         with pytest.raises(UserError) as error:
-            checkpoints.write(2 if checkpoints.newest is None else 4, NoLoader(), {})
+            checkpoints.write(2 if checkpoints.newest is None else 4, NoLoader(), Extra({}, {}))
             checkpoints.complete()
         return str(error.value)
 

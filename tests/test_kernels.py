@@ -32,6 +32,7 @@ from test_layers import (
 from whole_steps import plan_without_sharing, raw
 
 from llmc.backend import open_backend
+from llmc.checkpoint.extra_file import Extra
 from llmc.checkpoint.saved_state import SavedState
 from llmc.checkpoint.snapshot import load_snapshot, load_weights
 from llmc.config import ModelConfig
@@ -1064,7 +1065,7 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
     model, loader = start()
     train(model, loader, 1)
     before = state(model)
-    save_snapshot(tmp_path, 1, model, loader, {})
+    save_snapshot(tmp_path, 1, model, loader, Extra({}, {}))
     assert state(model) == before
     other, other_loader = start()
     saved = SavedState(tmp_path, 1, config)

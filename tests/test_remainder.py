@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from case_a import restore
 
-from llmc.checkpoint.state_file import TrainingState, read_extra, read_facts, write_extra, write_state
+from llmc.checkpoint.extra_file import NO_FILE, Extra, read_extra, write_extra
+from llmc.checkpoint.state_file import TrainingState, read_facts, write_state
 from llmc.data.loader import TokenLoader
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, pack, unpack
 from llmc.data.resume import on_other_shards, plan_resume
@@ -74,7 +75,7 @@ def saved(loaders, folder: Path):
     for rank, loader in enumerate(loaders):
         state = TrainingState(3, len(loaders), rank, False, 1, 1, loader.state())
         write_state(folder / "state.bin", state, [np.zeros(8, np.uint8)], 1)
-        write_extra(folder / "extra.json", {"B": loader.geometry.B, "T": loader.geometry.T, "data": loader.data_state()})
+        write_extra(folder / "extra.json", Extra({}, {}, B=loader.geometry.B, T=loader.geometry.T, data=loader.data_state()))
         states.append(read_facts(folder / "state.bin", 1).loader)
         extras.append(read_extra(folder / "extra.json"))
     return states, extras
@@ -377,7 +378,7 @@ def test_shards_of_one_name_then_or_now_are_refused(was, now):
 
 
 def without_data(extras):
-    return [{key: value for key, value in extra.items() if key != "data"} for extra in extras]
+    return [replace(extra, data=None) for extra in extras]
 
 
 def test_a_checkpoint_without_data_in_its_extra_is_taken_to_be_of_these_shards(shards, tmp_path):
@@ -400,12 +401,12 @@ def test_llmc_s_checkpoint_goes_on_where_it_was_and_with_no_other_number_of_proc
     old = shards.loaders(2, 8, 3)
     batches(old, 30)
     states, _ = saved(old, tmp_path)
-    loaders, plan = resumed(shards, (2, 8, 3), states, [{}, {}, {}])
+    loaders, plan = resumed(shards, (2, 8, 3), states, [NO_FILE] * 3)
     assert plan.state is states[0] and batches(loaders, 99) == batches(old, 99)
     with pytest.raises(UserError, match="is of 3 processes and does not say their -b and -t.* resume with 3 processes"):
-        resumed(shards, (2, 8, 2), states, [{}, {}, {}])
+        resumed(shards, (2, 8, 2), states, [NO_FILE] * 3)
     with pytest.raises(UserError, match="samples in the current shard"):
-        resumed(shards, (4, 8, 3), states, [{}, {}, {}])
+        resumed(shards, (4, 8, 3), states, [NO_FILE] * 3)
 
 
 def test_without_shuffling_there_is_no_epoch_to_finish(shards, tmp_path):
@@ -422,17 +423,19 @@ def test_without_shuffling_there_is_no_epoch_to_finish(shards, tmp_path):
         assert batches(other, 20) == batches(shards.loaders(*geometry, shuffle=False), 20)
     for geometry in ((1, 5, 2), (2, 8, 1)):  # from a checkpoint of llm.c's too
         other = shards.loaders(*geometry, shuffle=False)
-        go_on(other, checkpoint[0], [{}, {}])
+        go_on(other, checkpoint[0], [NO_FILE] * 2)
     for geometry in ((2, 8, 2), (1, 5, 2)):
         with pytest.raises(UserError, match="in order and this run reads it shuffled"):
             resumed(shards, geometry, *checkpoint)
 
 
 def changed(extra, *path, to):
-    """A copy of an extra file's dict with one value another."""
+    """A copy of an Extra, or of what is in it, with one value another."""
     if not path:
         return to
     first, *rest = path
+    if isinstance(extra, Extra):
+        return replace(extra, **{first: changed(getattr(extra, first), *rest, to=to)})
     inner = changed(extra[first], *rest, to=to)
     return {**extra, first: inner} if isinstance(extra, dict) else [*extra[:first], inner, *extra[first + 1 :]]
 

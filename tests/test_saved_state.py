@@ -7,8 +7,9 @@ from math import prod
 import numpy as np
 import pytest
 
+from llmc.checkpoint.extra_file import NO_FILE, Extra, write_extra
 from llmc.checkpoint.saved_state import SavedState, layers
-from llmc.checkpoint.state_file import TrainingState, write_extra, write_state
+from llmc.checkpoint.state_file import TrainingState, write_state
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
 from llmc.data.walk import LoaderState
@@ -57,7 +58,7 @@ def write_rank(folder, rank, num_processes, *, sharded, master=True, loader=None
     state = TrainingState(step, num_processes, rank, master, 1000 + rank, 2000 + rank, loader or loader_state(rank))
     name_rank = rank if name_rank is None else name_rank
     write_state(state_path(folder, STEP, name_rank), state, (tensor.view(np.uint8) for tensor in held), len(held[0]))
-    write_extra(extra_path(folder, STEP, name_rank), {"B": 4, "rank": rank})
+    write_extra(extra_path(folder, STEP, name_rank), Extra({}, {}, B=4, T=rank + 1))
 
 
 def write_checkpoint(folder, num_processes, **form):
@@ -91,9 +92,9 @@ def test_every_rank_s_facts_are_its_own(tmp_path):
     for rank in range(3):
         state = saved.rank(rank)
         assert (state.rank, state.rng_state, state.rng_state_last_update) == (rank, 1000 + rank, 2000 + rank)
-        assert state.loader.shard_num_samples == 5 + rank and saved.extra(rank) == {"B": 4, "rank": rank}
+        assert state.loader.shard_num_samples == 5 + rank and saved.extra(rank) == Extra({}, {}, B=4, T=rank + 1)
     extra_path(tmp_path, STEP, 1).unlink()
-    assert saved.extra(1) == {}
+    assert saved.extra(1) == NO_FILE
 
 
 def test_layers_are_what_zero_cuts():

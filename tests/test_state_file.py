@@ -1,4 +1,4 @@
-"""The state file and its JSON companion, the debug state: bytes built by hand, and every way they can be wrong."""
+"""The state file and the debug state: bytes built by hand, and every way they can be wrong."""
 
 import os
 import struct
@@ -9,9 +9,7 @@ import pytest
 from case_a import read_state
 
 from llmc.checkpoint.debug_state import write_debug_state
-from llmc.checkpoint.state_file import (
-    TrainingState, read_extra, read_facts, read_num_processes, read_state_header, write_extra, write_state,
-)  # fmt: skip
+from llmc.checkpoint.state_file import TrainingState, read_facts, read_num_processes, read_state_header, write_state
 from llmc.config import ModelConfig
 from llmc.data.walk import LoaderState
 from llmc.errors import UserError
@@ -145,32 +143,6 @@ def test_a_state_of_another_rank_or_another_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="3 x 12 parameters"):
         read_facts(path, N + 1)
     refused(tmp_path / "nowhere.bin", "does not exist")
-
-
-def test_extra_values_come_back_exactly(tmp_path):
-    """As json has them: numbers of any length, floats to the last bit, and any name that a shard may have. It has no nan."""
-    path = tmp_path / "e.json"
-    values = {"n": 2**70, "nested": {"on": True, "none": None, "name": "float:0.bin", "empty": []}, "shards": [["\udcff é", 3]]}
-    values["floats"] = [0.1, 1 / 3, 5e-324, 1e300]
-    write_extra(path, values)
-    assert read_extra(path) == values and type(read_extra(path)["n"]) is int
-    with pytest.raises(ValueError):
-        write_extra(path, {"loss": float("nan")})
-    assert read_extra(path) == values
-
-
-def test_a_checkpoint_of_llmc_has_no_extra(tmp_path):
-    """It is not an error that the file is absent."""
-    assert read_extra(tmp_path / "e.json") == {}
-
-
-@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1, 2]", b"\xff\xfe\x00", b"[" * 99999, None])
-def test_a_damaged_extra_is_refused(tmp_path, content):
-    """Half a file, another file, one that nests without end, a folder."""
-    path = tmp_path / "e.json"
-    path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(UserError, match="e.json is damaged"):
-        read_extra(path)
 
 
 CONFIG = ModelConfig(max_seq_len=3, vocab_size=5, num_layers=1, num_heads=1, channels=2, padded_vocab_size=8)

@@ -11,6 +11,7 @@ the next loss shows it, and by then -nk 1 would have deleted the last good check
 import os
 from contextlib import contextmanager
 
+from llmc.checkpoint.extra_file import Extra
 from llmc.checkpoint.snapshot import await_all, begin_snapshot, is_first
 from llmc.checkpoint.store import delete, done_path, files_of, highest_step, mark_done, step_to_delete, steps_done, unmark
 from llmc.checkpoint.writer import Writer
@@ -52,7 +53,7 @@ class Checkpoints:
         periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
         return periodic or stopping
 
-    def write(self, step: int, loader, extra: dict):
+    def write(self, step: int, loader, extra: Extra):
         """Write everything a resumed run needs to go on as if it had never stopped: now, or during the next steps.
 
         Raises UserError where the disk is full or denies the write, of this checkpoint or of the one before.

@@ -9,9 +9,9 @@ import os
 
 import numpy as np
 
+from llmc.checkpoint.extra_file import Extra, read_extra
 from llmc.checkpoint.state_file import (
-    NUM_PROCESSES, STEP, USE_MASTER_WEIGHTS, TrainingState, has_master, read_extra, read_facts, read_state_header, tensor_names,
-    tensor_offset,
+    NUM_PROCESSES, STEP, USE_MASTER_WEIGHTS, TrainingState, has_master, read_facts, read_state_header, tensor_names, tensor_offset,
 )  # fmt: skip
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
@@ -73,8 +73,8 @@ class SavedState:
         """That rank's TrainingState, its loader's place included."""
         return self._states[rank]
 
-    def extra(self, rank: int) -> dict:
-        """That rank's extra file; {} where there is none, as in a checkpoint of llm.c. Raises UserError when it is damaged."""
+    def extra(self, rank: int) -> Extra:
+        """That rank's extra file. Raises UserError when it is damaged."""
         return read_extra(extra_path(self.folder, self.step, rank))
 
     def read(self, name: str, at: int, n: int) -> np.ndarray:

@@ -1,12 +1,14 @@
 """A whole checkpoint, written and read back: the model, the training state, and what else a resumed run needs to be the same run."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from llmc.checkpoint.extra_file import Extra, write_extra
 from llmc.checkpoint.model_file import read_model_header, write_model
-from llmc.checkpoint.state_file import TrainingState, write_extra, write_state
+from llmc.checkpoint.state_file import TrainingState, write_state
 from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
 from llmc.checkpoint.whole_tensors import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
@@ -16,13 +18,13 @@ from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
 
-def begin_snapshot(writer, folder, step, model, loader, extra):
+def begin_snapshot(writer, folder, step, model, loader, extra: Extra):
     """Give the writer the checkpoint of `step`. All ranks call this; rank 0 writes the model, and each rank its own state.
 
     With tensor parallelism the files are those of a whole model: the first part writes what a rank without it would.
 
-    Once this returns the model may train on. extra is a plain dict of its own (see write_extra). Raises UserError where the disk is full or
-    denies the write; earlier checkpoints stay as they were.
+    Once this returns the model may train on. Raises UserError where the disk is full or denies the write; earlier checkpoints stay as they
+    were.
     """
     sharing = model.sharing
     print(f"Writing checkpoint at step {step}")
@@ -41,7 +43,7 @@ def await_all(writer, sharing):
     sharing.wait_for_all(f"the files of checkpoint {writer.step}")
 
 
-def contents(folder, step, model, loader, extra):
+def contents(folder, step, model, loader, extra: Extra):
     """Yields (write, tensors) for what this rank has to write, in order. write(pieces) is to be called with the bytes of `tensors`.
 
     tensors yields flat tensors on the model's device, each of which the next may overwrite; `write` holds all else, as it is now. All ranks
@@ -66,8 +68,8 @@ def contents(folder, step, model, loader, extra):
         print(f"Writing state to {path}", flush=True)
 
         def write(parts):
-            model_file = {"model": fingerprint(model_path(folder, step))} if is_first(model) else {}  # that file was written just before
-            write_extra(extra_path(folder, step, sharing.rank), extra | model_file)
+            written = fingerprint(model_path(folder, step)) if is_first(model) else None  # that file was written just before
+            write_extra(extra_path(folder, step, sharing.rank), replace(extra, model=written))
             write_state(path, state, parts, num_parameters(options.config) // options.ranks_of("m"))
 
         yield write, tensors
@@ -107,7 +109,7 @@ def load_snapshot(folder, step, model, saved):
     weights from the master, which the checkpoint must then have (source.check_precision). Raises UserError for damaged files, and for a
     model file that is not the one written with the state.
     """
-    check_model_file(model_path(folder, step), saved.extra(0).get("model"), extra_path(folder, step, 0))
+    check_model_file(model_path(folder, step), saved.extra(0).model, extra_path(folder, step, 0))
     state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
     _, written_in = read_model_header(model_path(folder, step))
     converts, master_weights = written_in != options.precision, "master" in options.state_tensors

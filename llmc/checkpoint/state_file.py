@@ -1,10 +1,9 @@
 """The training state beside a model: optimizer moments, generators, the loader's place. Source: llm.c train_gpt2.cu.
 
 Every rank writes its own; with tensor parallelism the first of a group writes for all. The files are state_STEP_RANK.bin, byte for byte
-llm.c's, and extra_STEP_RANK.json for what llm.c's header has no room for.
+llm.c's; what these have no room for is in extra_file.py's.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from itertools import chain
@@ -169,31 +168,3 @@ def read_counted(path, file, end: int, reason: str) -> tuple[np.ndarray, int]:
     if os.path.getsize(path) < end:
         check_size(path, end, reason, RESUME_FROM_ANOTHER)
     return np.frombuffer(file.read(4 * int.from_bytes(raw, "little")), "<i4"), end
-
-
-def write_extra(path, values: dict) -> None:
-    """Write plain values as JSON, whole or not at all. Floats come back to the last bit. JSON has no nan and no infinity: what may be one,
-    such as a loss, must be text.
-
-    Raises UserError where the disk is full or denies the write; ValueError for nan and infinity.
-    """
-    write_atomically(path, [json.dumps(values, indent=1, allow_nan=False).encode()], doing="writing the state")
-
-
-def read_extra(path) -> dict:
-    """What write_extra wrote; {} where there is no file, as in a checkpoint of llm.c. Raises UserError when it is damaged."""
-    try:
-        with open(path, "rb") as file:
-            values = json.loads(file.read())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged_extra(path, error) from None
-    if not isinstance(values, dict):
-        raise damaged_extra(path, f"it holds a {type(values).__name__}")
-    return values
-
-
-def damaged_extra(path, reason) -> UserError:
-    """The error for an extra file that is wrong in any way."""
-    return UserError(f"{path} is damaged ({reason}); expected the JSON written beside a state file; {RESUME_FROM_ANOTHER}")

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from llmc.checkpoint.extra_file import Extra
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, unpack
 from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.data.walk import LoaderState, check_permutations
@@ -49,7 +50,7 @@ class Written:
     served: int
 
 
-def plan_resume(states: list[LoaderState], extras: list[dict], *, geometry: Geometry, rank: int, shards: Shards) -> Continued:
+def plan_resume(states: list[LoaderState], extras: list[Extra], *, geometry: Geometry, rank: int, shards: Shards) -> Continued:
     """How this rank's loader continues from a checkpoint.
 
     states, extras          of the ranks that wrote it, as they are in its files
@@ -187,9 +188,9 @@ def within(intervals: np.ndarray, start: int, size: int) -> np.ndarray:
 # what the extra files say
 
 
-def read_written(extras: list[dict]) -> Written:
+def read_written(extras: list[Extra]) -> Written:
     """The facts in the extra files, on which those of all ranks must agree. Raises UserError if they do not, or are damaged."""
-    facts = [tuple(extra.get(key) for key in ("B", "T", "data")) for extra in extras]
+    facts = [(extra.B, extra.T, extra.data) for extra in extras]
     if any(fact != facts[0] for fact in facts):
         raise damaged("its ranks disagree on B, T or the data")
     B, T, data = facts[0]
