@@ -61,7 +61,7 @@ from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.operations import other_matmuls
 from llmc.outlier import OutlierDetector
 from llmc.plan_command import plan_text
-from llmc.preamble import chosen_line, notes, print_device, print_model, print_rows, print_settings, print_sizes
+from llmc.preamble import chosen_line, flag_notes, print_device, print_model, print_rows, print_settings, print_sizes
 from llmc.processor import likely_device_kind
 from llmc.rand import XorShift
 from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
@@ -122,9 +122,22 @@ def main(argv=None) -> int:
 # everything that training needs, from the device to the last file
 
 
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a run reads, and how much of it. Where nothing is evaluated there is no loader for that."""
+
+    train_loader: "TokenLoader"
+    val_loader: "TokenLoader | None"
+    eval_loader: "EvalLoader | None"
+    tokenizer: "Tokenizer | None"
+    prompt: list[int]  # tokens that samples go on from
+    max_steps: int
+    val_batches: int
+
+
 @dataclass(slots=True)
 class Run:
-    """What a run holds, in the order in which it comes to it; None before."""
+    """What a run holds, in the order in which it comes to it: what build adds is not there before, and to ask for it is an error."""
 
     # open_run: what was asked, and what follows from it
     settings: Settings
@@ -141,29 +154,27 @@ class Run:
     flops_per_token: int
     peak_tflops: float  # that MFU is relative to
     notes: list[str]  # what was decided, and why
-    # open_data: what it reads. Where nothing is evaluated there is no loader for that
-    train_loader: "TokenLoader" = None
-    val_loader: "TokenLoader | None" = None
-    eval_loader: "EvalLoader | None" = None
-    tokenizer: "Tokenizer | None" = None
-    prompt: list[int] = None  # tokens that samples go on from
-    max_steps: int = None
-    val_batches: int = None
-    # build: what it trains and writes
-    record: MemoryRecord = None
-    model: "GPT2" = None
-    checkpoints: "Checkpoints" = None
+    # build: what it reads, trains and writes
+    data: Data = field(init=False)
+    record: MemoryRecord = field(init=False)
+    model: "GPT2" = field(init=False)
+    checkpoints: "Checkpoints" = field(init=False)
     loss_outliers: OutlierDetector = field(default_factory=OutlierDetector)
     norm_outliers: OutlierDetector = field(default_factory=OutlierDetector)
     last_batch: tuple | None = None  # inputs and targets that were trained on last
-    stop: StopRequest = None  # from when it is there a signal waits for the end of a step
-    log: Logger = None
-    speed_log: Logger = None
+    stop: StopRequest = field(init=False)  # from when it is there a signal waits for the end of a step
+    log: Logger = field(init=False)
+    speed_log: Logger = field(init=False)
 
     @property
     def resume_step(self) -> int | None:
         """Of the checkpoint that it goes on from, if any."""
         return self.source.resume_step
+
+    @property
+    def max_steps(self) -> int:
+        """Those of -x, or of an epoch."""
+        return self.data.max_steps
 
     @property
     def log_folder(self) -> str | None:
@@ -181,31 +192,31 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
     place = find_place(s)
     prepare_torch(place)
     threads_wait = place.num_processes == 1 and s.threads != 1 and likely_device_kind(s.device) == "cpu"
-    said = sleep_soon_where_busy() if threads_wait else []
+    notes = sleep_soon_where_busy() if threads_wait else []
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
     until_end.enter_context(told_when_compiling(partial(print, flush=True)))
     with told(world):
-        said += bound_note(world)
+        notes += bound_note(world)
         s = look_only(s)
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
         s, source = open_source(s)
         backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
-        return settle_run(s, source, backend, world, said)
+        return settle_run(s, source, backend, world, notes)
 
 
-def settle_run(s: Settings, source: Source, backend: Backend, world: World, said: list[str]) -> Run:
-    """Decide what is left to decide, plan, and print llm.c's table, with the peak that MFU is relative to. said: notes so far."""
+def settle_run(s: Settings, source: Source, backend: Backend, world: World, notes: list[str]) -> Run:
+    """Decide what is left to decide, plan, and print llm.c's table, with the peak that MFU is relative to. notes: those so far."""
     world.progress("planning")
     config, device = source.config, backend.facts()
     precision = choose_precision(s, source, device)
     check_agreement(s, source, precision, world)
     check_parts(s, config)
     groups = connect_groups(world, backend.kind, s.timeout, data_ranks(s, world))  # before free memory is counted, of which they take some
-    s, reasons = settle_kernels_of(s, backend)
+    s, kernel_notes = settle_kernels_of(s, backend)
     budget, host_bytes = run_budget(s, backend, world), host_budget(world)
     settled = settle_all(s, source, precision, world, device, budget, partial(shortest_shard, s))
     s, options = settled.settings, settled.options
@@ -219,30 +230,33 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, said
         peak_tflops = measure_matmul_tflops(backend, options.multiplied_in, other_matmuls(options.matmul))
     print_device(backend.name, peak_tflops, "TF32" if precision == "fp32" and s.tf32 and backend.has_tf32() else precision.upper())
     print_model(config, "intermediate checkpoint" if source.resume_step is not None else s.model)
-    said = [*said, *reasons, *settled.reasons]
+    notes = [*notes, *kernel_notes, *settled.notes]
     if measured:
-        said.append(
+        notes.append(
             f"no published peak for {backend.name}: MFU is relative to a matmul measured now, "
             f"{peak_tflops:.3f} TFLOP/s in {options.multiplied_in}"
         )
     plan = Plan(replace(options, rank=world.rank))
-    said.append(chosen_line(s, plan.options, settled.graphs))
+    notes.append(chosen_line(s, plan.options, settled.graphs))
     return Run(
         settings=s, world=world, groups=groups, backend=backend, source=source, plan=plan, graphs=settled.graphs, budget=budget,
         host_bytes=host_bytes, grad_accum_steps=settled.grad_accum_steps, total_batch_size=total_batch_size,
         flops_per_token=flops_per_token(num_parameters(config), config.num_layers, config.channels, s.sequence_length),
-        peak_tflops=peak_tflops, notes=said,
+        peak_tflops=peak_tflops, notes=notes,
     )  # fmt: skip
 
 
-def build(run: Run):
+def build(run: Run, until_end: ExitStack):
     """Add to an opened run its data, the model and its files. Data, memory and what the checkpoint says are looked at before anything that
     takes time."""
     s, world, plan = run.settings, run.world, run.plan
-    open_data(run)
+    data = run.data = open_data(run, until_end)
+    check_same_inputs(run)
+    print_data(run)
     found = None if run.resume_step is None else open_checkpoint(run)
-    resumes, has_tokenizer = found is not None, run.tokenizer is not None
-    print(*run.notes, *notes(s, plan.options, run.grad_accum_steps, run.max_steps, has_tokenizer=has_tokenizer, resumes=resumes), sep="\n")
+    resumes, has_tokenizer = found is not None, data.tokenizer is not None
+    of_flags = flag_notes(s, plan.options, run.grad_accum_steps, data.max_steps, has_tokenizer=has_tokenizer, resumes=resumes)
+    print(*run.notes, *validation_notes(data), *of_flags, sep="\n")
     check_fits(run)
     print_sizes(plan, run.total_batch_size, run.grad_accum_steps)
     if s.log_gpu_every > 0:
@@ -261,65 +275,74 @@ def build(run: Run):
     world.wait_for_all("the start of training")
 
 
-def open_data(run: Run):
+def open_data(run: Run, until_end: ExitStack) -> Data:
     """Open shards, evaluations and tokenizer, and settle how many steps and validation batches they are."""
-    s, world, plan = run.settings, run.world, run.plan
-    world.progress("opening the data")
+    s, o = run.settings, run.plan.options
+    run.world.progress("opening the data")
     from llmc.data.evals import EvalLoader
     from llmc.data.loader import TokenLoader
     from llmc.data.shards import matches
     from llmc.data.tokenizer import find_tokenizer
 
-    o, vocab_size = plan.options, plan.options.config.vocab_size
-    rank = world.rank // o.tensor_parallel  # among those that read different data
-    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, data_ranks=o.data_ranks, vocab_size=vocab_size)
+    rank = run.world.rank // o.tensor_parallel  # among those that read different data
+    batch = dict(B=s.batch_size, T=s.sequence_length, rank=rank, data_ranks=o.data_ranks, vocab_size=o.config.vocab_size)
+
+    def opened(pattern, **how):
+        return until_end.enter_context(closing(TokenLoader(pattern, **how, **batch)))
+
     train_data, train_flag = training_data(s)
-    run.train_loader = TokenLoader(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, seed=s.seed, **batch)
-    run.val_loader = TokenLoader(s.val_data, flag="-j", **batch) if s.val_loss_every > 0 else None
-    run.eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
-    beside = [Path(path).parent for path in (*sorted(matches(s.train_data))[:1], run.train_loader.paths[0])]
-    run.tokenizer = find_tokenizer(s.tokenizer, (".", *beside) if s.sample_every > 0 else (), vocab_size)
-    run.prompt = encode_prompt(s, run.tokenizer, run.train_loader.paths[0]) if s.prompt else []
-    run.max_steps = run.train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
-    if run.max_steps == 0 and s.max_steps == -1:
+    train_loader = opened(train_data, shuffle=not s.overfit_single_batch, flag=train_flag, seed=s.seed)
+    val_loader = opened(s.val_data, flag="-j") if s.val_loss_every > 0 else None
+    eval_loader = EvalLoader(s.hellaswag_data, **batch) if s.hellaswag else None
+    beside = [Path(path).parent for path in (*sorted(matches(s.train_data))[:1], train_loader.paths[0])]
+    tokenizer = find_tokenizer(s.tokenizer, (".", *beside) if s.sample_every > 0 else (), o.config.vocab_size)
+    prompt = encode_prompt(s, tokenizer, train_loader.paths[0]) if s.prompt else []
+    max_steps = train_loader.num_tokens // run.total_batch_size if s.max_steps == -1 else s.max_steps
+    if max_steps == 0 and s.max_steps == -1:
         raise UserError(
-            f"{train_flag} {train_data} has {run.train_loader.num_tokens} tokens, less than one step of {run.total_batch_size}; "
+            f"{train_flag} {train_data} has {train_loader.num_tokens} tokens, less than one step of {run.total_batch_size}; "
             "use a smaller -d or -b, or say -x"
         )
-    run.val_batches = 0
-    if run.val_loader:
-        run.val_batches = run.val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
-        run.notes += validation_notes(run)
+    val_batches = 0
+    if val_loader:
+        val_batches = val_loader.num_batches if s.val_max_steps == -1 else s.val_max_steps
+    return Data(train_loader, val_loader, eval_loader, tokenizer, prompt, max_steps, val_batches)
+
+
+def check_same_inputs(run: Run):
+    """Raise UserError unless all ranks have the same data and the same model, and compute in the same way."""
+    s, world, o, data = run.settings, run.world, run.plan.options, run.data
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
             "--matmul": o.matmul, "the model": fingerprint(run.source.file) if run.source.file else "random weights",
-            train_flag: run.train_loader.summary(), "validation with -j": run.val_loader and run.val_loader.summary(),
-            "steps to train": run.max_steps, "--hellaswag-data": run.eval_loader and f"{run.eval_loader.num_examples} examples",
-            "tokens of --prompt": " ".join(map(str, run.prompt)),
+            data.train_loader.flag: data.train_loader.summary(), "validation with -j": data.val_loader and data.val_loader.summary(),
+            "steps to train": data.max_steps, "--hellaswag-data": data.eval_loader and f"{data.eval_loader.num_examples} examples",
+            "tokens of --prompt": " ".join(map(str, data.prompt)),
         }, world)  # fmt: skip
-    print_rows({"train_num_batches": run.max_steps, "val_num_batches": run.val_batches})
-    print_rows({"run hellaswag": "yes" if run.eval_loader else "no"})
-    print_rows({"num_processes": world.num_processes, "zero_stage": s.zero_stage})
+
+
+def print_data(run: Run):
+    """The data's part of the table, and that of the processes that read them."""
+    s, data = run.settings, run.data
+    print_rows({"train_num_batches": data.max_steps, "val_num_batches": data.val_batches})
+    print_rows({"run hellaswag": "yes" if data.eval_loader else "no"})
+    print_rows({"num_processes": run.world.num_processes, "zero_stage": s.zero_stage})
     if s.tensor_parallel > 1:
         print_rows({"tensor_parallel": s.tensor_parallel})
 
 
-def close_data(run: Run):
-    """Let go of the shards that a run read."""
-    for loader in filter(None, (run.train_loader, run.val_loader)):
-        loader.close()
-
-
-def validation_notes(run: Run):
+def validation_notes(data: Data):
     """Lines about validation data that its losses may mislead about."""
+    if not data.val_loader:
+        return
     from llmc.data.shards import first_tokens
     from llmc.data.tokenizer import are_single_bytes
 
-    batches = run.val_loader.num_batches
-    if run.val_batches > batches:
-        yield f"note: -m {run.val_batches} takes some of -j's batches more than once, as there are {batches}; -m -1 takes each once"
-    bytes_alone = [are_single_bytes(first_tokens(loader.paths[0])) for loader in (run.train_loader, run.val_loader)]
+    batches = data.val_loader.num_batches
+    if data.val_batches > batches:
+        yield f"note: -m {data.val_batches} takes some of -j's batches more than once, as there are {batches}; -m -1 takes each once"
+    bytes_alone = [are_single_bytes(first_tokens(loader.paths[0])) for loader in (data.train_loader, data.val_loader)]
     if len(set(bytes_alone)) == 2:
         one, other = ("-i", "-j") if bytes_alone[0] else ("-j", "-i")
         yield f"note: the tokens of {one} are single bytes and those of {other} are not: their losses do not compare"
@@ -430,7 +453,7 @@ def open_checkpoint(run: Run):
     from llmc.checkpoint.saved_state import SavedState
     from llmc.data.resume import plan_resume
 
-    s, loader = run.settings, run.train_loader
+    s, loader = run.settings, run.data.train_loader
     saved = SavedState(s.output_dir, run.resume_step, run.source.config)
     ranks = range(saved.num_processes)
     states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
@@ -450,7 +473,7 @@ def resume(run: Run, saved, continued):
     s = run.settings
     with closing(saved):
         load_snapshot(s.output_dir, run.resume_step, run.model, saved)
-    run.train_loader.go_on(continued)
+    run.data.train_loader.go_on(continued)
     for note in continued.notes:
         print(note)
     print(f"resuming at step {run.resume_step} from {s.output_dir}")
@@ -512,9 +535,8 @@ def train(s: Settings) -> StopRequest:
     """Train as the flags say, from opening the device to the last checkpoint. Returns what may have ended it before."""
     with ExitStack() as until_end:
         run = open_run(s, until_end)
-        until_end.callback(close_data, run)
         with told(run.world), memory_explained(run):
-            build(run)
+            build(run, until_end)
             with checkpoint_kept(run):
                 loop(run)
         close_world(run.world)
@@ -587,7 +609,7 @@ def step_ahead(run: Run, clock: StepClock, step: int, before: LaunchedStep | Non
 def launch_step(run: Run, clock: StepClock, step: int) -> LaunchedStep:
     """Give the device one training step."""
     run.checkpoints.check()
-    s, model, loader, accum = run.settings, run.model, run.train_loader, run.grad_accum_steps
+    s, model, loader, accum = run.settings, run.model, run.data.train_loader, run.grad_accum_steps
     if s.overfit_single_batch:
         loader.rewind(accum)
     started = clock.start()
@@ -614,7 +636,7 @@ def look_ahead(run: Run, step: int):
 
     Several ranks agree to stop when they read this step's numbers. Where the next one is launched before that, two steps' data are checked.
     """
-    loader, steps = run.train_loader, 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
+    loader, steps = run.data.train_loader, 2 if run.backend.asynchronous and run.world.num_processes > 1 else 1
     with bad_data_stops(run):
         if not run.settings.overfit_single_batch:
             loader.look_ahead(min(steps, run.max_steps - 1 - step) * run.grad_accum_steps)
@@ -711,11 +733,11 @@ def prove_last(run: Run, step: int):
     run.world.progress(f"step {step}, one more loss")
     if run.last_batch is None:
         with bad_data_stops(run):
-            run.train_loader.look_ahead(1)
+            run.data.train_loader.look_ahead(1)
         if run.model.sharing.anybody(run.stop.error is not None):
             run.stop.agreed = True
             return
-    batch = run.last_batch or run.train_loader.next_batch()
+    batch = run.last_batch or run.data.train_loader.next_batch()
     loss = mean_over_ranks(run, [run.model.token_losses(*batch).mean()])
     if not isfinite(loss):
         refuse_numbers_lost(run, step, f"the loss is now {loss:f}, so these weights are of no use")
@@ -733,22 +755,23 @@ def on_period(period: int, step: int, last: bool) -> bool:
 
 def validation_due(run: Run, step: int, last: bool) -> bool:
     """On -v's period, the start included, and at the end."""
-    return bool(run.val_loader) and (last or step % run.settings.val_loss_every == 0)
+    return bool(run.data.val_loader) and (last or step % run.settings.val_loss_every == 0)
 
 
 def validate(run: Run, step: int):
     """Mean loss over the validation batches, always the same ones. Data are checked ahead for as many batches as lie between two stop
     checks."""
+    loader, batches = run.data.val_loader, run.data.val_batches
     with bad_data_stops(run):
-        run.val_loader.reset()
+        loader.reset()
     means, at_once = [], CALLS_PER_STOP_CHECK[run.backend.kind]
-    for batch in range(run.val_batches):
+    for batch in range(batches):
         if batch % at_once == 0:
             with bad_data_stops(run):
-                run.val_loader.look_ahead(min(at_once, run.val_batches - batch))
+                loader.look_ahead(min(at_once, batches - batch))
         if evaluation_ends(run, f"step {step}, validate", batch):
             return
-        means.append(run.model.token_losses(*run.val_loader.next_batch()).mean())  # read after the loop, so no batch waits for another
+        means.append(run.model.token_losses(*loader.next_batch()).mean())  # read after the loop, so no batch waits for another
     loss = mean_over_ranks(run, means)
     print(f"val loss {loss:f}", flush=True)
     run.log.val(step, loss)
@@ -766,7 +789,7 @@ def mean_over_ranks(run: Run, means) -> float:
 
 def hellaswag_due(run: Run, step: int, last: bool) -> bool:
     """On -v's period, but not at the start, and at the end."""
-    return bool(run.eval_loader) and on_period(run.settings.val_loss_every, step, last)
+    return bool(run.data.eval_loader) and on_period(run.settings.val_loss_every, step, last)
 
 
 class Stopped(Exception):
@@ -775,7 +798,7 @@ class Stopped(Exception):
 
 def score_hellaswag(run: Run, step: int):
     """Print how many of HellaSwag's examples the model gets right."""
-    batches = count()  # the same number on all ranks
+    loader, batches = run.data.eval_loader, count()  # the same number of batches on all ranks
     shows = sys.stdout.isatty()
 
     def token_losses(inputs, targets):
@@ -783,18 +806,18 @@ def score_hellaswag(run: Run, step: int):
         if evaluation_ends(run, f"step {step}, score_hellaswag", batch):  # the whole of it can take an hour on a CPU
             raise Stopped
         if shows and batch % 10 == 0:
-            print(f"evaluating HellaSwag: {batch}/{run.eval_loader.num_batches}", end="\r", flush=True)
+            print(f"evaluating HellaSwag: {batch}/{loader.num_batches}", end="\r", flush=True)
         return run.model.token_losses(inputs, targets).cpu().numpy()
 
     try:
-        correct = int(run.model.sharing.total(run.eval_loader.evaluate(token_losses)))
+        correct = int(run.model.sharing.total(loader.evaluate(token_losses)))
     except Stopped:
         return
     finally:
         if shows:
             print(end="\r\x1b[K")  # else its end stays behind a shorter line
-    accuracy = correct / run.eval_loader.num_examples
-    print(f"HellaSwag: {correct}/{run.eval_loader.num_examples} = {accuracy:f}", flush=True)
+    accuracy = correct / loader.num_examples
+    print(f"HellaSwag: {correct}/{loader.num_examples} = {accuracy:f}", flush=True)
     run.log.eval(step, accuracy)
     run.record.phase("HellaSwag", step)
 
@@ -808,7 +831,7 @@ def sample(run: Run, step: int):
     """Print a text the model makes up, from end-of-text, or --prompt, on."""
     from llmc.sampler import sample_softmax
 
-    rng, tokens = XorShift(SAMPLE_STATE + (run.settings.seed << 32)), [run.plan.options.config.end_of_text, *run.prompt]
+    rng, tokens = XorShift(SAMPLE_STATE + (run.settings.seed << 32)), [run.plan.options.config.end_of_text, *run.data.prompt]
     print("generating:\n---")
     for position in range(run.settings.sample_length - 1):
         if evaluation_ends(run, f"step {step}, sample", position):
@@ -817,8 +840,8 @@ def sample(run: Run, step: int):
         if position + 1 == len(tokens):  # past the prompt
             tokens.append(sample_softmax(logits, rng.f32(), run.settings.temperature))
     del tokens[0]
-    if run.tokenizer:
-        text = run.tokenizer.decode(tokens).decode("utf-8", errors="replace")
+    if tokenizer := run.data.tokenizer:
+        text = tokenizer.decode(tokens).decode("utf-8", errors="replace")
         print("".join(c for c in text if c.isprintable() or c.isspace()))
     else:
         print(*tokens)
@@ -836,7 +859,7 @@ def evaluation_ends(run: Run, what: str, call: int) -> bool:
 
 def checkpoint(run: Run, step: int):
     """Write everything a resumed run needs: now, or beside the next steps."""
-    s, loader = run.settings, run.train_loader
+    s, loader = run.settings, run.data.train_loader
     run.checkpoints.write(step, loader, Extra(
         run.loss_outliers.state(), run.norm_outliers.state(), B=s.batch_size, T=s.sequence_length, data=loader.data_state(), seed=s.seed,
         optimisation=optimisation(s, run.total_batch_size),

@@ -42,14 +42,14 @@ def plan_text(s: Settings) -> str:
             itself = f"less {RUN_ITSELF // MIB} MiB for the program itself"
             budget = Budget(free, f"free on this machine{share}, {itself}", reserve=RESERVE[device_kind])
     settled = settle_all(s, source, precision, world, device, budget)
-    options, reasons, network = settled.options, [*kernel_notes, *settled.reasons], Network(s.link, s.node_link, s.gpus_per_node)
+    options, notes, network = settled.options, [*kernel_notes, *settled.notes], Network(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
-        return json.dumps({"reasons": reasons} | plan_json(options, settled.grad_accum_steps, budget, network) | tensors, indent=1)
+        return json.dumps({"reasons": notes} | plan_json(options, settled.grad_accum_steps, budget, network) | tensors, indent=1)
     plan = Plan(options)
     if s.tensors:
-        return "\n".join([*reasons, tensors_table(plan)])
+        return "\n".join([*notes, tensors_table(plan)])
     table = plan_table(options, settled.grad_accum_steps, budget, network)
     if budget and plan.total_bytes > budget.bytes:
         table += f"\n\n{does_not_fit(plan, budget)}\n{ways_text(options, budget.bytes, settled.grad_accum_steps)}"
-    return "\n".join([*reasons, table])
+    return "\n".join([*notes, table])

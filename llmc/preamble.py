@@ -77,7 +77,7 @@ def chosen_line(s: Settings, o: PlanOptions, graphs: bool) -> str:
     return ", ".join(f"{what}: {way}" for what, way in ways.items())
 
 
-def notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):
+def flag_notes(s: Settings, o: PlanOptions, grad_accum_steps: int, max_steps: int, *, has_tokenizer: bool, resumes: bool):
     """Lines about what a user may not expect of these flags. max_steps: those of -x, or of an epoch."""
     yield from _of_computing(s, o, grad_accum_steps)
     if s.max_steps != 0:

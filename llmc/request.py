@@ -207,7 +207,7 @@ class Settled:
     options: PlanOptions
     graphs: bool  # whether steps run as such
     grad_accum_steps: int
-    reasons: list[str]  # what was decided, and why
+    notes: list[str]  # what was decided, and why
 
 
 def settle_all(

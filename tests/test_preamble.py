@@ -8,7 +8,7 @@ from llmc.config import config_from_descriptor
 from llmc.distributed.world import World
 from llmc.flags import parse
 from llmc.memory.plan import Plan
-from llmc.preamble import chosen_line, notes, print_device, print_settings, print_sizes
+from llmc.preamble import chosen_line, flag_notes, print_device, print_settings, print_sizes
 from llmc.request import plan_options
 from llmc.units import MIB
 
@@ -27,7 +27,7 @@ NOTHING_WRITTEN = "note: neither logs nor the trained weights are written withou
 
 def said(flags="", *, steps=1, max_steps=100, has_tokenizer=True, resumes=False, **planned_for) -> list[str]:
     """The notes of a run of max_steps steps, of as many micro-steps as `steps`, but for NOTHING_WRITTEN."""
-    lines = notes(*planned(flags, **planned_for), steps, max_steps, has_tokenizer=has_tokenizer, resumes=resumes)
+    lines = flag_notes(*planned(flags, **planned_for), steps, max_steps, has_tokenizer=has_tokenizer, resumes=resumes)
     return [line for line in lines if line != NOTHING_WRITTEN]
 
 
@@ -52,7 +52,7 @@ def test_nothing_is_noted_of_what_anybody_expects(flags):
 @pytest.mark.parametrize("flags, lost", [("", True), ("-v 5", True), ("-o log", False), ("-n 5", False), ("-x 0", False)])
 def test_a_run_that_leaves_nothing_behind_says_so(flags, lost):
     """With -n but no -o it says that instead."""
-    assert (NOTHING_WRITTEN in notes(*planned(flags), 1, 100, has_tokenizer=True, resumes=False)) == lost
+    assert (NOTHING_WRITTEN in flag_notes(*planned(flags), 1, 100, has_tokenizer=True, resumes=False)) == lost
 
 
 @pytest.mark.parametrize("flags", ["-pi tcp", "-pi fs", "-ps 10.0.0.1"])
@@ -141,7 +141,7 @@ def test_samples_without_a_tokenizer_are_noted_where_there_are_samples():
     where = "here or beside the data: samples are printed as token ids"
     s, o = planned("-s 5")
     other = replace(o, config=replace(o.config, vocab_size=50260))  # for which nothing here makes one
-    assert f"no gpt2_tokenizer.bin of 50260 tokens {where}" in notes(s, other, 1, 100, has_tokenizer=False, resumes=False)
+    assert f"no gpt2_tokenizer.bin of 50260 tokens {where}" in flag_notes(s, other, 1, 100, has_tokenizer=False, resumes=False)
     assert line == f"no gpt2_tokenizer.bin of 50257 tokens {where} (python scripts/write_tokenizer.py makes one)"
     assert said("-s 0", has_tokenizer=False) == said("-s -1", has_tokenizer=False) == said("-s 5") == []
 

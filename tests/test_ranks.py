@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -191,10 +192,10 @@ def endless(real, run, step):
     if step == 2:
         judge = run.world.watch.judge
         judge.waits_silently, judge.timeout_s = True, PATIENCE_S
-        if run.eval_loader:
-            run.eval_loader.num_batches = 10**6
+        if run.data.eval_loader:
+            run.data.eval_loader.num_batches = 10**6
         else:
-            run.val_batches = 10**6
+            run.data = replace(run.data, val_batches=10**6)
         print("from here on", flush=True)
     real(run, step)
 
