@@ -44,7 +44,7 @@ def record_served(path):
         batch = real(self)
         if self.flag == "-i":
             with open(path, "a") as file:
-                for piece in self._place.batch:
+                for piece in self._cursor.batch:
                     print(self.paths.index(piece.shard.path), piece.start, piece.end, file=file)
         return batch
 

@@ -285,7 +285,7 @@ def test_looking_ahead_over_more_shards_than_may_be_open_is_served(tmp_path, pla
     loader = TokenLoader(str(tmp_path / "*.bin"), 2, 5)
     if place == "rest":
         remainder = Remainder(np.array([[11, 21]]), loader.geometry)
-        loader._go_to(dataclasses.replace(loader._place, rest=Rest(remainder, np.zeros(120, np.int64), 0)))
+        loader._go_to(dataclasses.replace(loader._cursor, rest=Rest(remainder, np.zeros(120, np.int64), 0)))
     expected = np.stack([np.arange(10).reshape(2, 5) + 11 * (1 if place == "rest" else s) for s in range(120)])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
@@ -354,7 +354,7 @@ def test_the_system_is_asked_to_read_what_comes_next_but_where_a_shard_begins(sh
     batches(loader, 22)
     assert len(read) == 22 and [each for each in read if each not in asked] == [(path, 0, 11) for path in loader.paths[1:]]
     remainder = Remainder(np.array([[3, 13], [107, 117]]), loader.geometry)
-    loader._go_to(dataclasses.replace(loader._place, rest=Rest(remainder, np.array([1, 0]), 0)))
+    loader._go_to(dataclasses.replace(loader._cursor, rest=Rest(remainder, np.array([1, 0]), 0)))
     batches(loader, 2)
     assert read[22:] == [(loader.paths[1], 6, 11), (loader.paths[0], 3, 11)] and asked.issuperset(read[22:])
 
@@ -365,7 +365,7 @@ def test_reading_ahead_of_what_is_looked_at_refuses_nothing(shards, tmp_path):
     remainder = Remainder(np.array([[0, 10], [101, 111]]), Geometry(2, 5, 1))
     loader = TokenLoader(shards, 2, 5, shuffle=True)
     (tmp_path / "s_1.bin").unlink()
-    loader._go_to(dataclasses.replace(loader._place, rest=Rest(remainder, order, 0)))
+    loader._go_to(dataclasses.replace(loader._cursor, rest=Rest(remainder, order, 0)))
     loader.look_ahead(1)
     np.testing.assert_array_equal(batches(loader, 1)[0][0].ravel(), np.arange(10))
     with pytest.raises(UserError, match="s_1.bin does not exist"):

@@ -10,7 +10,7 @@ import numpy as np
 from llmc.data.order import TokenOrder, token_order
 from llmc.data.remainder import Geometry, pack
 from llmc.data.shards import count_tokens, find_shards
-from llmc.data.walk import LoaderState, Piece, Place, Rest, Walk, check_permutations, state_of
+from llmc.data.walk import Cursor, LoaderState, Piece, Rest, Walk, check_permutations, state_of
 from llmc.errors import UserError
 from llmc.rand import MersenneTwister
 
@@ -48,7 +48,7 @@ class TokenLoader:
 
     def reset(self) -> None:
         """Begin the next epoch. The generator continues from its present state, so every epoch has a different order."""
-        self._go_to(self._walk.begin(self._place.rng, self._place.shard_indices))
+        self._go_to(self._walk.begin(self._cursor.rng, self._cursor.shard_indices))
 
     def rewind(self, batches: int) -> None:
         """Go back to the very first batch, to serve that many batches from there. They are read on the first call, and kept.
@@ -59,7 +59,7 @@ class TokenLoader:
             self._go_to(self._first)
             self.look_ahead(batches)
             self._again = tuple(self._coming)
-        self._place, self._coming = self._first, deque(self._again)
+        self._cursor, self._coming = self._first, deque(self._again)
 
     def look_ahead(self, batches: int) -> None:
         """Read and check the next `batches` batches. They are kept, two bytes a token, and served whatever becomes of their files.
@@ -68,10 +68,10 @@ class TokenLoader:
         Raises UserError at the first batch that cannot be served, e.g. for a token outside the vocabulary; earlier ones are still served.
         """
         while len(self._coming) < batches:
-            before = self._coming[-1][0] if self._coming else self._place
-            place = self._walk.after(before)
-            self._coming.append((place, [self._read(piece) for piece in place.batch]))
-            self._arrive(place)
+            before = self._coming[-1][0] if self._coming else self._cursor
+            cursor = self._walk.after(before)
+            self._coming.append((cursor, [self._read(piece) for piece in cursor.batch]))
+            self._arrive(cursor)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, even at the end of a piece.
@@ -79,7 +79,7 @@ class TokenLoader:
         Both are views of one buffer that the next call overwrites. Raises UserError as `look_ahead` does.
         """
         self.look_ahead(1)
-        self._place, pieces = self._coming.popleft()
+        self._cursor, pieces = self._coming.popleft()
         inputs, targets = self._buffer.reshape(2, -1)
         filled = 0
         for tokens in pieces:
@@ -98,12 +98,12 @@ class TokenLoader:
 
     def state(self) -> LoaderState:
         """Where the loader is: one that goes on from here serves what this one would now."""
-        return state_of(self._place)
+        return state_of(self._cursor)
 
     def data_state(self) -> dict:
         """What `state` has no room for, as plain values for the extra file: names and lengths of the shards, and any remainder."""
         data = {"shards": [list(shard) for shard in self.shards]}
-        if rest := self._place.rest:
+        if rest := self._cursor.rest:
             data["remainder"] = {"intervals": pack(rest.remainder.intervals), "served": rest.served}
         return data
 
@@ -113,14 +113,14 @@ class TokenLoader:
         Raises UserError, and then stays where it was, if these shards and this batch shape have no such place.
         """
         if continued.state:
-            place = self._place_of(continued.state)
+            cursor = self._cursor_of(continued.state)
         else:
             self.check_shuffle(continued.should_shuffle)
-            place = self._walk.begin(MersenneTwister(continued.seed) if self._shuffles else None)
+            cursor = self._walk.begin(MersenneTwister(continued.seed) if self._shuffles else None)
         if remainder := continued.remainder:
             assert remainder.geometry == self.geometry
-            place = replace(place, rest=Rest(remainder, remainder.order(self.rank), continued.served))
-        self._go_to(place)
+            cursor = replace(cursor, rest=Rest(remainder, remainder.order(self.rank), continued.served))
+        self._go_to(cursor)
 
     def check_shuffle(self, saved: bool) -> None:
         """Raise UserError if the checkpoint shuffled its data (`saved`) and this run does not, or the reverse."""
@@ -133,21 +133,21 @@ class TokenLoader:
 
     @property
     def _shuffles(self) -> bool:
-        return self._place.rng is not None
+        return self._cursor.rng is not None
 
-    def _go_to(self, place: Place) -> None:
-        self._place, self._coming = place, deque()  # _coming: the places after it that were read ahead, and the tokens of their pieces
-        self._arrive(place)
+    def _go_to(self, cursor: Cursor) -> None:
+        self._cursor, self._coming = cursor, deque()  # _coming: those after it that were read ahead, and the tokens of their pieces
+        self._arrive(cursor)
 
-    def _arrive(self, place: Place) -> None:
+    def _arrive(self, cursor: Cursor) -> None:
         """Read ahead from this place, and let go of shards: what is kept may be of more of them than the system lets be open."""
-        self._walk.read_ahead(place)
-        self._walk.keep_open(place, self._first, *(last for last, _ in self._again[-1:]))
+        self._walk.read_ahead(cursor)
+        self._walk.keep_open(cursor, self._first, *(last for last, _ in self._again[-1:]))
 
-    def _place_of(self, state: LoaderState) -> Place:
-        """The place a state describes. Raises UserError if it does not exist with these shards and this batch shape."""
+    def _cursor_of(self, state: LoaderState) -> Cursor:
+        """The cursor that a state describes. Raises UserError if it does not exist with these shards and this batch shape."""
         self.check_shuffle(state.should_shuffle)
-        shuffled, shard_indices = state.should_shuffle, self._place.shard_indices
+        shuffled, shard_indices = state.should_shuffle, self._cursor.shard_indices
         if shuffled:
             self._match("shards", len(state.shard_indices), len(self.paths))
             check_permutations(state)
@@ -163,7 +163,7 @@ class TokenLoader:
         rng, sample_indices = None, None
         if shuffled:
             rng, sample_indices = MersenneTwister.from_bytes(state.shuffle_rng), np.asarray(state.intra_shard_indices, dtype=np.int32)
-        return Place(rng, shard_indices, state.current_shard_idx, shard, num_samples, sample_indices, state.current_sample_idx)
+        return Cursor(rng, shard_indices, state.current_shard_idx, shard, num_samples, sample_indices, state.current_sample_idx)
 
     def _match(self, what: str, saved, found) -> None:
         if saved != found:

@@ -1,6 +1,6 @@
 """The walk of one rank through its shards, in exactly llm.c's order: sample by sample, shard by shard, epoch by epoch, without end.
 
-A Place is immutable: each step makes a new one. So a place can be saved, returned to, and looked ahead from while batches are served.
+A Cursor is immutable: each step makes a new one. So one can be saved, returned to, and looked ahead from while batches are served.
 """
 
 from contextlib import suppress
@@ -39,7 +39,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Cursor:
     """Where a rank is between two batches.
 
     rng             draws the order of the next shard's samples and of the next epoch's shards; None where nothing is shuffled
@@ -65,7 +65,7 @@ class Place:
 
 
 class Walk:
-    """Goes from place to place, for one rank of a geometry, and opens shards on the way (`keep_open`, `close`).
+    """Goes from cursor to cursor, for one rank of a geometry, and opens shards on the way (`keep_open`, `close`).
 
     A sample is B*T*data_ranks consecutive tokens; the rank takes its own B*T of them, and one more, the last target.
     Raises UserError if a shard cannot be opened, or no longer has the tokens it had.
@@ -77,7 +77,7 @@ class Walk:
         self._rest, self._batch = None, ()  # the rest whose batch was found last, and that batch: it is read ahead, then served
         self._open: set[Numbers] = set()
 
-    def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Place:
+    def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Cursor:
         """The start of an epoch. rng shuffles shard_indices: the previous epoch's order of the shards, by default that of their names."""
         if shard_indices is None:
             shard_indices = np.arange(len(self.paths), dtype=np.int32)
@@ -85,23 +85,23 @@ class Walk:
             rng, shard_indices = permuted(rng, shard_indices)
         return self._enter(rng, shard_indices, 0)
 
-    def after(self, place: Place) -> Place:
-        """The place one batch later."""
-        if place.rest and place.rest.has_more:
-            rest = replace(place.rest, served=place.rest.served + 1)
-            return replace(place, rest=rest, batch=self._batch_of_rest(place.rest))
-        if place.sample_idx == place.num_samples:
-            place = self._next_shard(place)
-        return replace(place, sample_idx=place.sample_idx + 1, rest=None, batch=self._batch_of_shard(place))
+    def after(self, cursor: Cursor) -> Cursor:
+        """The cursor one batch later."""
+        if cursor.rest and cursor.rest.has_more:
+            rest = replace(cursor.rest, served=cursor.rest.served + 1)
+            return replace(cursor, rest=rest, batch=self._batch_of_rest(cursor.rest))
+        if cursor.sample_idx == cursor.num_samples:
+            cursor = self._next_shard(cursor)
+        return replace(cursor, sample_idx=cursor.sample_idx + 1, rest=None, batch=self._batch_of_shard(cursor))
 
-    def read_ahead(self, place: Place) -> None:
+    def read_ahead(self, cursor: Cursor) -> None:
         """Ask the OS to read the pages of the batch after this place, unless another shard begins there. Does not wait for them."""
         batch = ()
-        if place.rest and place.rest.has_more:
+        if cursor.rest and cursor.rest.has_more:
             with suppress(UserError):  # left to whoever needs the batch
-                batch = self._batch_of_rest(place.rest)
-        elif place.sample_idx < place.num_samples:
-            batch = self._batch_of_shard(place)
+                batch = self._batch_of_rest(cursor.rest)
+        elif cursor.sample_idx < cursor.num_samples:
+            batch = self._batch_of_shard(cursor)
         for piece in batch:
             piece.shard.will_need(piece.start, piece.end - piece.start + 1)
 
@@ -115,9 +115,9 @@ class Walk:
         self._open.add(shard)
         return shard
 
-    def keep_open(self, *places: Place) -> None:
-        """Close the shards that are neither those of these places nor read ahead."""
-        kept = {place.shard for place in places} | {piece.shard for piece in self._batch}
+    def keep_open(self, *cursors: Cursor) -> None:
+        """Close the shards that are neither those of these cursors nor read ahead."""
+        kept = {cursor.shard for cursor in cursors} | {piece.shard for piece in self._batch}
         for shard in self._open - kept:
             shard.close()
         self._open &= kept
@@ -127,25 +127,25 @@ class Walk:
         for shard in self._open:
             shard.close()
 
-    def _next_shard(self, place: Place) -> Place:
+    def _next_shard(self, cursor: Cursor) -> Cursor:
         """The start of the next shard or, after the last one, of the next epoch."""
-        if place.shard_idx + 1 == len(self.paths):
-            return self.begin(place.rng, place.shard_indices)
-        return self._enter(place.rng, place.shard_indices, place.shard_idx + 1)
+        if cursor.shard_idx + 1 == len(self.paths):
+            return self.begin(cursor.rng, cursor.shard_indices)
+        return self._enter(cursor.rng, cursor.shard_indices, cursor.shard_idx + 1)
 
-    def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Place:
+    def _enter(self, rng, shard_indices: np.ndarray, shard_idx: int) -> Cursor:
         """The start of the shard at index shard_idx of the order."""
         number = shard_indices[shard_idx]
         shard, num_samples, sample_indices = self.open(number), self.geometry.samples_in(self.sizes[number]), None
         if rng:
             rng, sample_indices = permuted(rng, np.arange(num_samples, dtype=np.int32))
-        return Place(rng, shard_indices, shard_idx, shard, num_samples, sample_indices, sample_idx=0)
+        return Cursor(rng, shard_indices, shard_idx, shard, num_samples, sample_indices, sample_idx=0)
 
-    def _batch_of_shard(self, place: Place) -> tuple[Piece, ...]:
+    def _batch_of_shard(self, cursor: Cursor) -> tuple[Piece, ...]:
         """The rank's part of the sample after this place: one piece."""
-        sample = place.sample_idx if place.sample_indices is None else int(place.sample_indices[place.sample_idx])
+        sample = cursor.sample_idx if cursor.sample_indices is None else int(cursor.sample_indices[cursor.sample_idx])
         start = self.geometry.start_of(sample, self.rank)
-        return (Piece(place.shard, start, start + self.geometry.batch_tokens),)
+        return (Piece(cursor.shard, start, start + self.geometry.batch_tokens),)
 
     def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:
         """The rank's part of the next sample of the rest: its pieces are mostly of one shard."""
@@ -170,7 +170,7 @@ def permuted(rng: MersenneTwister, array: np.ndarray) -> tuple[MersenneTwister, 
 
 
 # ----------------------------------------------------------------------------
-# a place as a file stores it
+# a cursor as a file stores it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,17 +186,17 @@ class LoaderState:
     shuffle_rng: bytes
 
 
-def state_of(place: Place) -> LoaderState:
-    """A place as a LoaderState. While a rest is served, it is the start of the epoch after it: readers that know no rest begin there."""
-    shuffled, none = place.rng is not None, np.empty(0, np.int32)
+def state_of(cursor: Cursor) -> LoaderState:
+    """A cursor as a LoaderState. While a rest is served, it is the start of the epoch after it: readers that know no rest begin there."""
+    shuffled, none = cursor.rng is not None, np.empty(0, np.int32)
     return LoaderState(
         should_shuffle=shuffled,
-        current_shard_idx=place.shard_idx,
-        current_sample_idx=place.sample_idx,
-        shard_indices=place.shard_indices if shuffled else none,
-        shard_num_samples=place.num_samples,
-        intra_shard_indices=place.sample_indices if shuffled else none,
-        shuffle_rng=place.rng.to_bytes() if shuffled else b"",
+        current_shard_idx=cursor.shard_idx,
+        current_sample_idx=cursor.sample_idx,
+        shard_indices=cursor.shard_indices if shuffled else none,
+        shard_num_samples=cursor.num_samples,
+        intra_shard_indices=cursor.sample_indices if shuffled else none,
+        shuffle_rng=cursor.rng.to_bytes() if shuffled else b"",
     )
 
 
