@@ -508,7 +508,7 @@ def open_logs(run: Run):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class StepResult:
     """What a training step gave, once the host knows it."""
 
     loss: float
@@ -526,8 +526,8 @@ class LaunchedStep:
     started: object  # marks of the device, as StepClock has them
     ended: object
     lr: float
-    read: Callable[[], list[float]]  # waits for the step's numbers, which judge takes
-    judged: Judged | None  # already, where the update depended on it
+    read: Callable[[], list[float]]  # waits for the step's numbers, for read_result
+    result: StepResult | None  # already, where the update depended on it
     skipped: bool  # whether the update was left out
 
 
@@ -624,11 +624,11 @@ def launch_step(run: Run, clock: StepClock, step: int) -> LaunchedStep:
     lr = learning_rate(
         s.lr_scheduler, step, lr=s.learning_rate, warmup=s.warmup_steps, total_steps=run.max_steps, final_fraction=s.final_lr_fraction
     )
-    judged = judge(run, read) if may_skip(s) else None  # the update then waits until loss and norm are known here
-    skips = judged is not None and skip_update(run, judged)
+    result = read_result(run, read) if may_skip(s) else None  # the update then waits until loss and norm are known here
+    skips = result is not None and skip_update(run, result)
     if not skips:
         model.update(lr, s.weight_decay, step + 1, grad_norm)
-    return LaunchedStep(step, started, clock.end(), lr, read, judged, skips)
+    return LaunchedStep(step, started, clock.end(), lr, read, result, skips)
 
 
 def look_ahead(run: Run, step: int):
@@ -649,20 +649,20 @@ def may_skip(s: Settings) -> bool:
     return s.skip_loss_z > 0 or s.skip_grad_z > 0
 
 
-def judge(run: Run, read: Callable[[], list[float]]) -> Judged:
+def read_result(run: Run, read: Callable[[], list[float]]) -> StepResult:
     """Wait for a step's numbers. With them comes whether a rank was asked to stop, which all ranks then agree on."""
     loss_sum, norm, stops, written = read()
     run.stop.agreed |= stops > 0
     loss = loss_sum / run.model.tokens(run.grad_accum_steps)
     loss_z, norm_z = run.loss_outliers.update(loss), run.norm_outliers.update(norm)
-    return Judged(loss, norm, loss_z, norm_z, checkpoints_written=int(written))
+    return StepResult(loss, norm, loss_z, norm_z, checkpoints_written=int(written))
 
 
-def skip_update(run: Run, judged: Judged) -> bool:
+def skip_update(run: Run, result: StepResult) -> bool:
     """Whether -sl or -sg leave this update out, as its loss or norm is too many deviations up, or no number. If so it is printed, and the
     step's values are taken out of the outlier windows again."""
     s = run.settings
-    for what, x, z, limit in (("loss", judged.loss, judged.loss_z, s.skip_loss_z), ("grad", judged.norm, judged.norm_z, s.skip_grad_z)):
+    for what, x, z, limit in (("loss", result.loss, result.loss_z, s.skip_loss_z), ("grad", result.norm, result.norm_z, s.skip_grad_z)):
         if limit > 0 and (z > limit or not isfinite(x)):  # a z-score is nan until its window is full
             print(f"skipping update due to {what} " + (f"z-score of {z:f}" if isfinite(x) else f"of {x:f}"))
             run.loss_outliers.undo()
@@ -676,23 +676,23 @@ def finish_step(run: Run, clock: StepClock, launched: LaunchedStep | None):
     if launched is None:
         return
     s, step = run.settings, launched.step
-    judged = launched.judged or judge(run, launched.read)
+    result = launched.result or read_result(run, launched.read)
     dt = clock.count(launched.started, launched.ended)
     mfu = model_flops_utilization(run.flops_per_token, run.total_batch_size // run.world.num_processes, dt, run.peak_tflops)
     print(format_step_line(
-        step, run.max_steps, loss=judged.loss, loss_z=judged.loss_z, norm=judged.norm, norm_z=judged.norm_z, lr=launched.lr,
+        step, run.max_steps, loss=result.loss, loss_z=result.loss_z, norm=result.norm, norm_z=result.norm_z, lr=launched.lr,
         dt_ms=dt * 1e3, mfu=mfu, tokens_per_s=clock.tokens_per_s
     ), flush=True)  # fmt: skip
     if s.log_gpu_every > 0 and (step + 1) % s.log_gpu_every == 0:
         print_device_state(run)
-    run.log.train(step, judged.loss, launched.lr, judged.norm)
+    run.log.train(step, result.loss, launched.lr, result.norm)
     run.speed_log.speed(step, dt * 1e3, run.total_batch_size / dt)
     run.record.phase("first step", step)
-    run.checkpoints.complete_if(judged.checkpoints_written)
-    if isfinite(judged.loss) and isfinite(judged.norm):
+    run.checkpoints.complete_if(result.checkpoints_written)
+    if isfinite(result.loss) and isfinite(result.norm):
         run.checkpoints.prove(step)
     elif not launched.skipped:
-        found = f"the loss is {judged.loss:f} and the gradient's norm {judged.norm:f}, which leaves no weight a number"
+        found = f"the loss is {result.loss:f} and the gradient's norm {result.norm:f}, which leaves no weight a number"
         refuse_numbers_lost(run, step + 1, found)
 
 

@@ -367,8 +367,8 @@ def test_mfu_is_of_what_each_process_does(capsys, processes):
     run.settings.log_gpu_every, run.world.num_processes, run.total_batch_size = 0, processes, 1000 * processes
     run.flops_per_token, run.peak_tflops, run.max_steps = 10**9, 10.0, 9
     clock.count.return_value, clock.tokens_per_s = 0.5, 2000.0 * processes
-    judged = SimpleNamespace(loss=1.0, norm=1.0, loss_z=0.0, norm_z=0.0, checkpoints_written=0)
-    train_gpt2.finish_step(run, clock, SimpleNamespace(step=0, judged=judged, lr=1e-4, started=0, ended=1, skipped=False))
+    result = SimpleNamespace(loss=1.0, norm=1.0, loss_z=0.0, norm_z=0.0, checkpoints_written=0)
+    train_gpt2.finish_step(run, clock, SimpleNamespace(step=0, result=result, lr=1e-4, started=0, ended=1, skipped=False))
     assert "| 500.00 ms | 20.0% bf16 MFU |" in capsys.readouterr().out
 
 
