@@ -12,7 +12,7 @@ from llmc.kernels import OLDEST_CAPABILITY, too_old
 from llmc.kernels_cpu import not_installed
 from llmc.memory.plan import Plan
 from llmc.memory.report import does_not_fit, plan_json, plan_table, tensor_rows, tensors_table, ways_text
-from llmc.memory.traffic import Network
+from llmc.memory.traffic import Links
 from llmc.processor import likely_device_kind
 from llmc.request import settle_all, settle_kernels
 from llmc.source import choose_precision, look_only, open_source
@@ -42,14 +42,14 @@ def plan_text(s: Settings) -> str:
             itself = f"less {RUN_ITSELF // MIB} MiB for the program itself"
             budget = Budget(free, f"free on this machine{share}, {itself}", reserve=RESERVE[device_kind])
     settled = settle_all(s, source, precision, world, device, budget)
-    options, notes, network = settled.options, [*kernel_notes, *settled.notes], Network(s.link, s.node_link, s.gpus_per_node)
+    options, notes, links = settled.options, [*kernel_notes, *settled.notes], Links(s.link, s.node_link, s.gpus_per_node)
     if s.json:
         tensors = {"tensors": tensor_rows(Plan(options))} if s.tensors else {}
-        return json.dumps({"reasons": notes} | plan_json(options, settled.grad_accum_steps, budget, network) | tensors, indent=1)
+        return json.dumps({"reasons": notes} | plan_json(options, settled.grad_accum_steps, budget, links) | tensors, indent=1)
     plan = Plan(options)
     if s.tensors:
         return "\n".join([*notes, tensors_table(plan)])
-    table = plan_table(options, settled.grad_accum_steps, budget, network)
+    table = plan_table(options, settled.grad_accum_steps, budget, links)
     if budget and plan.total_bytes > budget.bytes:
         table += f"\n\n{does_not_fit(plan, budget)}\n{ways_text(options, budget.bytes, settled.grad_accum_steps)}"
     return "\n".join([*notes, table])

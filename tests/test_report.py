@@ -28,7 +28,7 @@ from llmc.memory.report import (
     ways_text,
 )  # fmt: skip
 from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, num_parameters, parameter_shapes
-from llmc.memory.traffic import Network, step_traffic
+from llmc.memory.traffic import Links, step_traffic
 from llmc.units import MIB
 
 D12, D48 = config_from_descriptor("d12"), config_from_descriptor("d48")
@@ -370,9 +370,9 @@ RANKS = (
     PlanOptions(CONFIG, 2, 64, data_ranks=3),
     PlanOptions(CONFIG, 2, 64, kernels="numba", tensor_parallel=2, master="bits16", keep_gathered=True),
 )
-NETWORKS = (Network(), Network(400.0), Network(400.0, 3600.0, 8))
+LINKS = (Links(), Links(400.0), Links(400.0, 3600.0, 8))
 every_rank = pytest.mark.parametrize("o", RANKS, ids=["zero", "both", "thirds", "parts"])
-every_network = pytest.mark.parametrize("network", NETWORKS, ids=["unknown", "link", "machines"])
+every_kind_of_links = pytest.mark.parametrize("links", LINKS, ids=["unknown", "link", "machines"])
 
 
 @every_rank
@@ -390,10 +390,10 @@ def test_columns_and_tensors_of_a_rank_add_up_to_what_it_allocates(o):
 
 
 @every_rank
-@every_network
+@every_kind_of_links
 @every_budget
-def test_json_has_what_each_level_sends_and_how_long_that_takes(o, network, budget):
-    told = plan_json(o, 3, budget, network)
+def test_json_has_what_each_level_sends_and_how_long_that_takes(o, links, budget):
+    told = plan_json(o, 3, budget, links)
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     assert (told["ranks"], told["zero_stage"], told["tensor_parallel"]) == (o.ranks, o.zero_stage, o.tensor_parallel)
     for row in told["levels"]:
@@ -403,9 +403,9 @@ def test_json_has_what_each_level_sends_and_how_long_that_takes(o, network, budg
             (s.purpose, s.among, s.kind, s.bytes, s.waits) for s in sent
         ]
         assert row["sent_mib"] * MIB == pytest.approx(sum(s.bytes for s in sent))
-        times = [network.ms(mine, s) for s in sent]
+        times = [links.ms(mine, s) for s in sent]
         assert [s["ms"] for s in row["sent"]] == times
-        if network.link:
+        if links.link:
             assert row["sending_ms"] == pytest.approx(sum(times))
             assert row["waiting_ms"] == pytest.approx(sum(ms for ms, s in zip(times, sent) if s.waits))
         else:
@@ -418,11 +418,11 @@ def test_json_has_what_each_level_sends_and_how_long_that_takes(o, network, budg
 
 
 @every_rank
-@every_network
+@every_kind_of_links
 @every_budget
-def test_the_block_below_the_table_prints_the_numbers_of_the_json(o, network, budget):
-    text = plan_table(o, 3, budget, network)
-    row = next(row for row in plan_json(o, 3, budget, network)["levels"] if row["recompute"] == o.recompute)
+def test_the_block_below_the_table_prints_the_numbers_of_the_json(o, links, budget):
+    text = plan_table(o, 3, budget, links)
+    row = next(row for row in plan_json(o, 3, budget, links)["levels"] if row["recompute"] == o.recompute)
     block = text.partition(f"sent by each rank in a step at -r {o.recompute}")[2]
     lines = [re.split(r"  +", line) for line in block.split("\n\n")[1].splitlines()]
     assert lines[0] == ["sent", "among", "collective", "MiB", "Gbit/s", "ms", "computing"]
@@ -444,26 +444,26 @@ def test_the_block_below_the_table_prints_the_numbers_of_the_json(o, network, bu
     ]
     assert lines[-1] == ["in all", number(row["sent_mib"]), number(row["sending_ms"])]
     last = text.splitlines()[-1]
-    if row["compute_ms"] and network.link:
+    if row["compute_ms"] and links.link:
         best = row["waiting_ms"] + max(row["compute_ms"], row["sending_ms"] - row["waiting_ms"])
         assert f"computing takes {row['compute_ms']:.1f} ms on h100-80" in last and last.endswith(f"a step takes {best:.1f} ms at best")
     else:
         assert "say --" in last or row["compute_ms"] is None
-    assert ("over the ports of all its ranks" in text) == bool(network.inside)
+    assert ("over the ports of all its ranks" in text) == bool(links.inside)
 
 
 def test_what_goes_on_beside_computing_is_said_in_words():
     o = PlanOptions(D12, 4, 1024, data_ranks=8)
-    said = {stage: plan_table(replace(o, zero_stage=stage), network=Network()) for stage in range(4)}
+    said = {stage: plan_table(replace(o, zero_stage=stage), links=Links()) for stage in range(4)}
     assert all("gradients of layers are summed while backward goes on below them" in text for text in said.values())
     come = {stage: re.findall("weights of layers come while the (.*)", text) for stage, text in said.items()}
     assert come == {0: [], 1: ["next step begins"], 2: ["next step begins"], 3: ["layer before computes"]}
-    parts = plan_table(PlanOptions(D12, 4, 1024, kernels="numba", tensor_parallel=2), network=Network())
+    parts = plan_table(PlanOptions(D12, 4, 1024, kernels="numba", tensor_parallel=2), links=Links())
     assert "computing waits for all of it" in parts
 
 
 def test_one_rank_sends_nothing_and_says_nothing_of_it():
-    assert "sent" not in plan_table(PlanOptions(D12, 4, 1024), network=Network(400.0))
+    assert "sent" not in plan_table(PlanOptions(D12, 4, 1024), links=Links(400.0))
 
 
 def test_no_shorter_sequence_is_proposed_where_weights_and_gradients_alone_do_not_fit():
@@ -502,11 +502,11 @@ THOUSAND = (
 def test_a_thousand_ranks_are_planned_for_on_one_machine():
     o = PlanOptions(config_from_descriptor("gpt3:c12288"), 1, 2048, recompute=2, device="cuda", data_ranks=128, zero_stage=3,
                     tensor_parallel=8, reduce_every_micro_step=True)  # fmt: skip
-    network = Network(400.0, 3600.0, 8)
+    links = Links(400.0, 3600.0, 8)
     out = ran(THOUSAND)
-    assert out == plan_table(o, 1, H100, network) + "\n"
+    assert out == plan_table(o, 1, H100, links) + "\n"
     assert out.splitlines()[0].endswith("one of 1024 ranks, ZeRO stage 3, tensor parallel in 8 parts")
-    assert json.loads(ran(THOUSAND, "--json")) == {"reasons": []} | plan_json(o, 1, H100, network)
+    assert json.loads(ran(THOUSAND, "--json")) == {"reasons": []} | plan_json(o, 1, H100, links)
 
 
 def test_ranks_to_plan_for_are_those_of_ranks_or_of_pn():

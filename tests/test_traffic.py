@@ -17,7 +17,7 @@ from llmc.memory.ladder import NOT_KEPT, segments
 from llmc.memory.options import PlanOptions
 from llmc.memory.slots import LAYER_SLOTS
 from llmc.memory.tables import num_parameters
-from llmc.memory.traffic import PURPOSES, Network, Sent, ring, step_traffic
+from llmc.memory.traffic import PURPOSES, Links, Sent, ring, step_traffic
 from llmc.memory.tuning import RANK_NUMBERS
 
 # 4 heads of 16; the last part of a vocabulary is padding
@@ -219,8 +219,8 @@ def test_every_purpose_is_known_and_said_once():
 def test_time_is_bits_over_speed():
     """1e9 bytes are 8 Gbit: 20 ms at 400."""
     o, sent = case(1024), Sent("gradients of layers", "reduce-scatter", 10**9)
-    assert Network(400.0).ms(o, sent) == pytest.approx(20.0)
-    assert Network().ms(o, sent) is None
+    assert Links(400.0).ms(o, sent) == pytest.approx(20.0)
+    assert Links().ms(o, sent) is None
 
 
 @pytest.mark.parametrize("ranks, parts, machine, data, inside", [
@@ -236,11 +236,11 @@ def test_time_is_bits_over_speed():
     (1024, 1, 32, 7200, None),  # 32 ports are more than what a rank sends inside
 ])  # fmt: skip
 def test_a_ring_is_as_fast_as_its_way_between_machines(ranks, parts, machine, data, inside):
-    o, network = case(ranks, parts), Network(400.0, 7200.0, machine)
-    assert network.gbit_s(o, "data") == data
+    o, links = case(ranks, parts), Links(400.0, 7200.0, machine)
+    assert links.gbit_s(o, "data") == data
     if inside:
-        assert network.gbit_s(o, "parts") == inside
-    assert {Network(400.0).gbit_s(o, among) for among in ("data", "parts", "all")} == {400.0}
+        assert links.gbit_s(o, "parts") == inside
+    assert {Links(400.0).gbit_s(o, among) for among in ("data", "parts", "all")} == {400.0}
 
 
 def test_a_thousand_ranks_are_as_quick_to_plan_as_two():

@@ -13,7 +13,7 @@ from llmc.memory.layout import flat_layout
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import DTYPE_BYTES
-from llmc.memory.traffic import Network
+from llmc.memory.traffic import Links
 from llmc.memory.traffic_report import traffic_columns, traffic_lines
 from llmc.text_table import in_columns
 from llmc.units import MIB, ceil_mib
@@ -62,7 +62,7 @@ def usage_lines(plan: Plan, used_bytes: int, total_bytes: int, free_bytes: int) 
     ]
 
 
-def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> list[dict]:
+def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, links: Links | None = None) -> list[dict]:
     """One dict per recompute level: the numbers of --plan, as --plan --json prints them. MiB are floats; what is unknown is None. Where
     nothing is trained, flops and bytes are those of an evaluation, and what ranks send is not told."""
     rows = []
@@ -84,7 +84,7 @@ def level_rows(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
             "flops_per_byte": cost.intensity,
             "bound": bound(cost, o, budget),
             "compute_ms": least_ms(cost, o, budget),
-            **(traffic_columns(o, grad_accum_steps, network) if o.trains else {}),
+            **(traffic_columns(o, grad_accum_steps, links) if o.trains else {}),
         })  # fmt: skip
     return rows
 
@@ -119,12 +119,12 @@ def describe(o: PlanOptions) -> str:
     return f"{o.config}, B={o.B} T={o.T}, {', '.join(forms)}"
 
 
-def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, network: Network | None = None) -> str:
+def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget | None = None, links: Links | None = None) -> str:
     """One line per recompute level, MiB per purpose; the level asked for is marked. With several ranks, also what one of them sends."""
     columns = tuple(Plan(options).columns)
     heads = ("-r", *columns, "total", "MiB/seq", "largest -b", "+FLOPs", "FLOP/B", "not kept")
     rows, before = [], ()
-    all_levels = level_rows(options, grad_accum_steps, budget, network)
+    all_levels = level_rows(options, grad_accum_steps, budget, links)
     for row in all_levels:
         level = row["recompute"]
         mark = "*" if level == options.recompute else ""
@@ -136,7 +136,7 @@ def plan_table(options: PlanOptions, grad_accum_steps: int = 1, budget: Budget |
         before = NOT_KEPT[level]
     lines = in_columns((heads, *rows), numbers=range(len(heads) - 1))
     asked = next((row for row in all_levels if row["recompute"] == options.recompute), all_levels[-1])
-    sent = ["", *traffic_lines(options, asked, budget, network)] if options.ranks > 1 and network and options.trains else []
+    sent = ["", *traffic_lines(options, asked, budget, links)] if options.ranks > 1 and links and options.trains else []
     title = f"memory plan in MiB: {describe(options)}"
     return "\n".join([title, "", *lines, "", *legend(columns, options.trains), "", *_footer(options, asked, budget), *sent])
 
@@ -184,7 +184,7 @@ def _host_memory(options, row) -> str:
     return "; ".join(lines)
 
 
-def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None, network: Network | None = None) -> dict:
+def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None, links: Links | None = None) -> dict:
     """--plan --json: what was planned for, and the levels."""
     c = options.config
     return {
@@ -195,14 +195,14 @@ def plan_json(options: PlanOptions, grad_accum_steps: int, budget: Budget | None
         **options_json(options),
         "grad_accum_steps": grad_accum_steps,
         "budget": None if budget is None else {"name": budget.name, "mib": budget.bytes / MIB},
-        **network_json(network or Network()),
-        "levels": level_rows(options, grad_accum_steps, budget, network),
+        **links_json(links or Links()),
+        "levels": level_rows(options, grad_accum_steps, budget, links),
     }  # fmt: skip
 
 
-def network_json(network: Network) -> dict:
-    """The network's speeds under the names of their flags."""
-    return {"link": network.link or None, "node_link": network.inside or None, "gpus_per_node": network.machine}
+def links_json(links: Links) -> dict:
+    """Their speeds under the names of their flags."""
+    return {"link": links.link or None, "node_link": links.inside or None, "gpus_per_node": links.machine}
 
 
 def options_json(o: PlanOptions) -> dict:

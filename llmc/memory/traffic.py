@@ -52,7 +52,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class Links:
     """How fast a rank sends to its neighbour in a ring, in Gbit/s each way.
 
     link     between machines, and also inside them if `inside` is 0; 0: unknown

@@ -3,7 +3,7 @@
 from llmc.cards import Budget
 from llmc.memory.cost import peak_flops
 from llmc.memory.options import PlanOptions
-from llmc.memory.traffic import Network, step_traffic
+from llmc.memory.traffic import Links, step_traffic
 from llmc.text_table import in_columns
 from llmc.units import MIB
 
@@ -19,28 +19,28 @@ AMONG = {
 }
 
 
-def traffic_columns(o: PlanOptions, grad_accum_steps: int, network: Network | None) -> dict:
+def traffic_columns(o: PlanOptions, grad_accum_steps: int, links: Links | None) -> dict:
     """What a rank sends in a step, by purpose and collective, and in total; times are None where the link is unknown."""
-    network = network or Network()
+    links = links or Links()
     sent = [
         {"purpose": one.purpose, "among": one.among, "kind": one.kind, "bytes": one.bytes, "mib": one.bytes / MIB,
-         "gbit_s": network.gbit_s(o, one.among) or None, "ms": network.ms(o, one), "waits": one.waits}
+         "gbit_s": links.gbit_s(o, one.among) or None, "ms": links.ms(o, one), "waits": one.waits}
         for one in step_traffic(o, grad_accum_steps)
     ]  # fmt: skip
     return {
         "sent": sent,
         "sent_mib": sum(row["mib"] for row in sent),
-        "sending_ms": sum(row["ms"] for row in sent) if network.link else None,
-        "waiting_ms": sum(row["ms"] for row in sent if row["waits"]) if network.link else None,
+        "sending_ms": sum(row["ms"] for row in sent) if links.link else None,
+        "waiting_ms": sum(row["ms"] for row in sent if row["waits"]) if links.link else None,
     }
 
 
-def traffic_lines(o: PlanOptions, row: dict, budget: Budget | None, network: Network) -> list[str]:
+def traffic_lines(o: PlanOptions, row: dict, budget: Budget | None, links: Links) -> list[str]:
     """What a rank sends at the level of a row of the plan, how long its links take, and how long computing does."""
     title = f"sent by each rank in a step at -r {row['recompute']}: MiB by the count of a ring"
-    title += f", ms at so many Gbit/s each way, in machines of {network.machine} ranks" if network.inside else ""
+    title += f", ms at so many Gbit/s each way, in machines of {links.machine} ranks" if links.inside else ""
     words = [f"{among.ljust(5)}  {AMONG[among]}" for among in AMONG if any(sent["among"] == among for sent in row["sent"])]
-    if network.inside:
+    if links.inside:
         words.append("a ring leaves a machine once, over the ports of all its ranks there")
     return [title, "", *_table(row), "", *words, "", _beside(o, row), _times(o, row, budget)]
 
