@@ -276,7 +276,7 @@ def test_a_rank_in_training_leaves_it_to_the_watch_to_tell_of_a_torchrun_that_is
     meeting = rendezvous.open_store(orphan, None, 30)
     answers = iter([False, True])
     monkeypatch.setattr(rendezvous, "came", lambda *_: next(answers))
-    rendezvous.everybody(meeting, "wait 1")
+    rendezvous.wait_for_all_ranks(meeting, "wait 1")
     assert orphan.is_orphan and next(answers, "asked again") == "asked again"
 
 

@@ -247,7 +247,7 @@ def refuse_orphan(place: Place) -> None:
         raise UserError(place.orphan_sentence)
 
 
-def everybody(meeting: Meeting, what: str) -> None:
+def wait_for_all_ranks(meeting: Meeting, what: str) -> None:
     """Wait until every rank has made this call."""
     arrive(meeting, what)
     while not came(meeting.store, f"all {what}"):  # in short waits, so that Ctrl-C takes effect between them

@@ -49,10 +49,10 @@ class World:
         """Wait until every rank has come here, however long one of them takes on its way, as a collective would not: the watch ends the run
         only if that one no longer moves. `what` they wait for is told as by `progress`."""
         if self.watch:
-            from llmc.distributed.rendezvous import everybody
+            from llmc.distributed.rendezvous import wait_for_all_ranks
 
             self.progress(what)
-            everybody(self.meeting, f"wait {self.watch.mine.sequence}")
+            wait_for_all_ranks(self.meeting, f"wait {self.watch.mine.sequence}")
 
 
 def prepare_torch(place: Place) -> None:
@@ -231,7 +231,7 @@ def check_shared(world: World, folder) -> None:
     """Raise UserError unless this rank sees what rank 0 writes into the folder of -o, which exists on rank 0's machine."""
     if world.num_processes == 1:
         return
-    from llmc.distributed.rendezvous import everybody
+    from llmc.distributed.rendezvous import wait_for_all_ranks
 
     store, path = world.meeting.store, None
     try:
@@ -241,7 +241,7 @@ def check_shared(world: World, folder) -> None:
             store.set("shared file", path.name)
         if not (Path(folder) / store.get("shared file").decode()).exists():
             raise UserError(f"-o {folder}: rank {world.rank} does not see there what rank 0 writes; give a folder that all machines share")
-        everybody(world.meeting, "saw the shared folder")
+        wait_for_all_ranks(world.meeting, "saw the shared folder")
     finally:
         if path:
             path.unlink(missing_ok=True)
