@@ -47,7 +47,7 @@ from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, Interrupted, NotEnoughMemory, RankLost, UserError, end_with, fill_closed_streams,
     is_out_of_memory, leave, tell, tell_lost_output,
 )  # fmt: skip
-from llmc.files import fingerprint
+from llmc.files import digest_of
 from llmc.flags import Settings, check_contradictions, format_help, parse
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
@@ -315,7 +315,7 @@ def check_same_inputs(run: Run):
     if world.num_processes > 1:
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
-            "--matmul": o.matmul, "the model": fingerprint(run.source.file) if run.source.file else "random weights",
+            "--matmul": o.matmul, "the model": digest_of(run.source.file) if run.source.file else "random weights",
             data.train_loader.flag: data.train_loader.summary(), "validation with -j": data.val_loader and data.val_loader.summary(),
             "steps to train": data.max_steps, "--hellaswag-data": data.eval_loader and f"{data.eval_loader.num_examples} examples",
             "tokens of --prompt": " ".join(map(str, data.prompt)),

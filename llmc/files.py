@@ -11,7 +11,7 @@ import numpy as np
 from llmc.errors import WHAT_TO_DO, UserError, file_error
 
 HEADER_INTS, HEADER_BYTES = 256, 1024
-FINGERPRINT_PIECE = 1 << 16  # bytes
+DIGEST_PIECE = 1 << 16  # bytes
 
 MODEL_MAGIC, STATE_MAGIC, DEBUG_STATE_MAGIC = 20240326, 20240527, 20240327
 TOKENIZER_MAGIC, SHARD_MAGIC, EVAL_MAGIC = 20240328, 20240520, 20240522
@@ -192,14 +192,14 @@ class Numbers:
                 os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
-def fingerprint(path) -> str:
+def digest_of(path) -> str:
     """12 hex digits that stand for a file's contents: a hash of its size and of 64 pieces spread over it, which take no time to read."""
     size, pieces = os.path.getsize(path), 64
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
         for piece in range(pieces):
-            file.seek(max(0, size - FINGERPRINT_PIECE) * piece // (pieces - 1))
-            digest.update(file.read(FINGERPRINT_PIECE))
+            file.seek(max(0, size - DIGEST_PIECE) * piece // (pieces - 1))
+            digest.update(file.read(DIGEST_PIECE))
     return digest.hexdigest()[:12]
 
 

@@ -27,7 +27,7 @@ class Extra:
     data: dict | None = None  # as TokenLoader.data_state has it
     seed: int = 0  # --seed; llm.c's checkpoints have its seeds
     optimisation: dict = field(default_factory=dict)  # values of the flags above
-    model: str | None = None  # stands for the contents of the model file, in the first rank's
+    model: str | None = None  # digest_of the model file, in the first rank's
 
 
 NO_FILE = Extra()  # as in a checkpoint of llm.c

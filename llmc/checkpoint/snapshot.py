@@ -13,7 +13,7 @@ from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
 from llmc.checkpoint.whole_tensors import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
-from llmc.files import HEADER_BYTES, Numbers, fingerprint
+from llmc.files import HEADER_BYTES, Numbers, digest_of
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
@@ -68,7 +68,7 @@ def contents(folder, step, model, loader, extra: Extra):
         print(f"Writing state to {path}", flush=True)
 
         def write(parts):
-            written = fingerprint(model_path(folder, step)) if is_first(model) else None  # that file was written just before
+            written = digest_of(model_path(folder, step)) if is_first(model) else None  # that file was written just before
             write_extra(extra_path(folder, step, sharing.rank), replace(extra, model=written))
             write_state(path, state, parts, num_parameters(options.config) // options.ranks_of("m"))
 
@@ -135,8 +135,8 @@ def load_snapshot(folder, step, model, saved):
 
 
 def check_model_file(path, written, source):
-    """Raise UserError unless this is the model file with the fingerprint `written` in `source`; None, as in llm.c's, allows any file."""
-    if written is not None and fingerprint(path) != written:
+    """Raise UserError unless this is the model file with the digest `written` in `source`; None, as in llm.c's, allows any file."""
+    if written is not None and digest_of(path) != written:
         raise UserError(
             f"{path} is not the file that was written with the training state beside it, by what {source.name} says; put that one back, "
             f"remove {source.name} if llm.c has written both, start a new run from this model with -e, or {RESUME_FROM_ANOTHER}"
