@@ -279,7 +279,7 @@ def test_a_launch_that_fails_is_a_reason_in_one_line(monkeypatch):
     ("--memory-budget t4 --precision fp32 --kernels triton", "--kernels triton: they need a card of SM80 or later"),
     ("--device cuda --precision fp32 --attention flash", "--attention flash has no fp32 form"),
     ("--memory-budget h100-80 --precision bf16 -ge 3 --matmul fp8", "--matmul fp8 -ge 3: GELU joins matmuls of bf16"),
-    ("-e no.bin -i no.bin", "-e no.bin: no such file; train from random weights with -e d12"),  # that there are no data is nothing to a plan
+    ("-e no.bin -i no.bin", "-e no.bin: no such file; train from random weights with -e d12"),  # a plan needs no data
 ])  # fmt: skip
 def test_a_plan_refuses_what_a_run_would(flags, sentence):
     with pytest.raises(UserError) as refusal:
