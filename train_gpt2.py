@@ -37,6 +37,7 @@ from llmc.agreement import check_agreement, check_inputs
 from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
 from llmc.checkpoint.extra_file import NO_FILE, Extra, changes_since, optimisation
+from llmc.checkpoint.model_file import open_weights
 from llmc.checkpoint.store import extra_path, first_without_room, held_folder, steps_done
 from llmc.clock import StepClock
 from llmc.distributed.place import find_place
@@ -47,7 +48,7 @@ from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, Interrupted, NotEnoughMemory, RankLost, UserError, end_with, fill_closed_streams,
     is_out_of_memory, leave, tell, tell_lost_output,
 )  # fmt: skip
-from llmc.files import digest_of
+from llmc.files import Numbers, digest_of
 from llmc.flags import Settings, check_contradictions, format_help, parse
 from llmc.gpu_info import device_line
 from llmc.interrupt import StopRequest
@@ -145,6 +146,7 @@ class Run:
     groups: "tuple[Group, Group, Group] | None"  # of ranks, as split_world has them; None for one process
     backend: Backend
     source: Source
+    weights: Numbers | None  # those of a model file to start from, open since it was found, as a run that has written it may delete it
     plan: Plan
     graphs: bool  # whether steps run as such
     budget: Budget  # device memory for the plan
@@ -203,12 +205,15 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
         s, source = open_source(s)
+        weights = None
+        if source.file and source.resume_step is None:
+            weights = until_end.enter_context(open_weights(source.file, source.precision))
         backend = open_backend(device_of(place, s.device), s.threads or world.threads, bool(s.tf32), s.matmul)
         connect_world(world, backend.kind, s.timeout)
-        return settle_run(s, source, backend, world, notes)
+        return settle_run(s, source, weights, backend, world, notes)
 
 
-def settle_run(s: Settings, source: Source, backend: Backend, world: World, notes: list[str]) -> Run:
+def settle_run(s: Settings, source: Source, weights: Numbers | None, backend: Backend, world: World, notes: list[str]) -> Run:
     """Decide what is left to decide, plan, and print llm.c's table, with the peak that MFU is relative to. notes: those so far."""
     world.progress("planning")
     config, device = source.config, backend.facts()
@@ -239,8 +244,8 @@ def settle_run(s: Settings, source: Source, backend: Backend, world: World, note
     plan = Plan(replace(options, rank=world.rank))
     notes.append(chosen_line(s, plan.options, settled.graphs))
     return Run(
-        settings=s, world=world, groups=groups, backend=backend, source=source, plan=plan, graphs=settled.graphs, budget=budget,
-        host_bytes=host_bytes, grad_accum_steps=settled.grad_accum_steps, total_batch_size=total_batch_size,
+        settings=s, world=world, groups=groups, backend=backend, source=source, weights=weights, plan=plan, graphs=settled.graphs,
+        budget=budget, host_bytes=host_bytes, grad_accum_steps=settled.grad_accum_steps, total_batch_size=total_batch_size,
         flops_per_token=flops_per_token(num_parameters(config), config.num_layers, config.channels, s.sequence_length),
         peak_tflops=peak_tflops, notes=notes,
     )  # fmt: skip
@@ -423,8 +428,8 @@ def build_model(run: Run):
     run.model = GPT2(plan, run.backend.device, sharing, graphs, run.settings.seed)
     if run.source.file is None:
         run.model.init_random()
-    elif run.resume_step is None:
-        load_weights(run.source.file, run.model)
+    elif run.weights:
+        load_weights(run.weights, run.model)
     run.checkpoints = Checkpoints(run.settings, run.model, run.record, run.resume_step)
     more_bytes = min(backend.free_bytes(), run.budget.bytes - plan.total_bytes)
     print(*usage_lines(plan, *backend.memory_bytes(), more_bytes), sep="\n", flush=True)

@@ -58,10 +58,11 @@ def micro_steps(s: Settings, world: World) -> int:
 
 
 def training_data(s: Settings) -> tuple[str, str]:
-    """The shards to train on, and the flag that named them. An evaluation takes those that it validates on, or has at hand."""
+    """The shards to train on, and the flag that named them. An evaluation takes those that it validates on, or has at hand; a sample alone
+    too, as they show what kind of tokens the model knows."""
     from llmc.data.shards import matches
 
-    evaluates = s.max_steps == 0 and (s.val_loss_every > 0 or matches(s.val_data))
+    evaluates = s.max_steps == 0 and (s.val_loss_every > 0 or matches(s.val_data) or not matches(s.train_data))
     return (s.val_data, "-j") if s.overfit_single_batch or evaluates else (s.train_data, "-i")
 
 

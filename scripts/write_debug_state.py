@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.debug_state import write_debug_state
-from llmc.checkpoint.model_file import read_model_header
+from llmc.checkpoint.model_file import open_weights, read_model_header
 from llmc.checkpoint.snapshot import load_weights
 from llmc.config import ModelConfig
 from llmc.data.shards import count_tokens, open_shard
@@ -35,7 +35,7 @@ def load_fp32_model(path, B: int, T: int) -> GPT2:
     if T > config.max_seq_len:
         raise UserError(f"-t {T} is longer than {path} knows positions for; expected at most {config.max_seq_len}")
     model = GPT2(Plan(PlanOptions(config, B, T, precision, device="cpu")))
-    load_weights(path, model)
+    load_weights(open_weights(path, precision), model)
     return model
 
 

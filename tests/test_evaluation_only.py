@@ -14,6 +14,7 @@ from test_gpt2 import SMALL, activation_arena, batch, build
 from test_gpt2 import one_thread  # noqa: F401  (autouse here too)
 from test_loop import inputs, ran, run
 
+import train_gpt2
 from llmc.config import config_from_descriptor
 from llmc.flags import parse
 from llmc.memory.choose import levels_of
@@ -113,6 +114,23 @@ def test_the_program_says_the_same_with_a_fraction_of_the_memory(case, tmp_path,
     assert "-x 0 trains nothing: no memory is planned for gradients" in only and "parameter gradients" not in only
     record = json.loads((tmp_path / "log" / "memory.json").read_text())
     assert record["plan"]["arenas"].keys() == {"parameters", "activations"} and record["plan"]["options"]["trains"] is False
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_looked_at_all_the_same(case, tmp_path, monkeypatch):
+    """With -nk 1 the run that goes on replaces it while kernels are compiled for who looks."""
+    argv = (*inputs(case), "-b 2 -t 32 -m 3 -s 1 -g 9 -o", tmp_path / "log")
+    ran(*argv, "-x 2 -n 2 -v 0")
+    usual, compile_kernels = ran(*argv, "-x 0 -y 1 -v 1").partition("val loss")[2], train_gpt2.compile_kernels
+
+    def too_slow(run):
+        compile_kernels(run)
+        for name in ("DONE_00000002", "model_00000002.bin", "state_00000002_00000.bin", "extra_00000002_00000.json"):
+            (tmp_path / "log" / name).unlink()
+
+    monkeypatch.setattr(train_gpt2, "compile_kernels", too_slow)
+    found = ran(*argv, "-x 0 -y 1 -v 1").partition("val loss")[2]
+    assert found.partition("total")[0] == usual.partition("total")[0] != ""
+    assert not (tmp_path / "log" / "model_00000002.bin").exists()
 
 
 def test_what_could_not_be_trained_can_be_looked_at(case):

@@ -34,6 +34,7 @@ from whole_steps import plan_without_sharing, raw
 from llmc.backend import open_backend
 from llmc.checkpoint.extra_file import Extra
 from llmc.checkpoint.saved_state import SavedState
+from llmc.checkpoint.model_file import open_weights
 from llmc.checkpoint.snapshot import load_snapshot, load_weights
 from llmc.config import ModelConfig
 from llmc.data.loader import TokenLoader
@@ -1128,7 +1129,7 @@ def test_golden_losses_of_llmc(own, little_work, tmp_path, monkeypatch):
     case = write_case_a(tmp_path)
     golden = [json.loads(line) for line in (REPO / "tests/golden/train_A.jsonl").read_text().splitlines()]
     model = GPT2(Plan(PlanOptions(CONFIG, 4, 32, "fp32", kernels=own, recompute=2, device=DEVICE)), DEVICE)
-    load_weights(case / "model.bin", model)
+    load_weights(open_weights(case / "model.bin", "fp32"), model)
     loader = TokenLoader(f"{case}/train_*.bin", 4, 32, shuffle=True)
     for row in [row for row in golden if "loss" in row][: 3 if interpreted(own) else 5]:
         for micro_step in range(2):

@@ -776,7 +776,7 @@ def test_an_evaluation_needs_no_training_data(case, tmp_path):
     assert ran(*argv).partition("val loss")[2].partition("total")[0] == with_both.partition("val loss")[2].partition("total")[0]
     assert "generating" in ran(*argv, "-v 0")
     assert "-j nowhere.bin: no such file" in run(*argv, "-j nowhere.bin").err
-    assert "none.bin: no such file" in run(*argv, "-v 0 -j nowhere.bin").err
+    assert "-j nowhere.bin: no such file" in run(*argv, "-v 0 -j nowhere.bin").err, "not -i, of which an evaluation needs none"
 
 
 def test_n_without_o_says_that_nothing_is_written(case):

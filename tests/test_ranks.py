@@ -305,8 +305,8 @@ def slow_to_read():
     """Rank 1 takes 8 s to read the model that all start from."""
     real = snapshot.load_weights
 
-    def load_weights(path, model):
-        real(path, model)
+    def load_weights(weights, model):
+        real(weights, model)
         if model.sharing.rank == 1:
             for _ in range(16):
                 time.sleep(0.5)

@@ -25,7 +25,7 @@ from test_layers import (
     CLASSIFIERS, classifier_case, classifier_scratch, dtypes, judge_classifier, noise, rounding_scratch, same_bits, unwritten,
 )  # fmt: skip
 
-from llmc.checkpoint.model_file import write_model
+from llmc.checkpoint.model_file import open_weights, write_model
 from llmc.checkpoint.snapshot import fill, load_weights, read_arena
 from llmc.checkpoint.whole_tensors import whole_tensors
 from llmc.config import ModelConfig
@@ -364,7 +364,7 @@ def test_weights_drawn_or_read_in_parts_are_those_of_the_whole_model(tmp_path, m
         for part in range(parts):
             places = torch.from_numpy(cut_by_hand(config, n, rank, parts, part))
             mine = torch.where(places < 0, torch.zeros((), dtype=want.dtype), want[places])
-            for fill_in in (GPT2.init_random, lambda model: load_weights(path, model)):
+            for fill_in in (GPT2.init_random, lambda model: load_weights(open_weights(path, precision), model)):
                 model = lonely(config, n, rank, parts, part, precision=precision)
                 fill_in(model)
                 assert same_bits(model.flat["parameters"], mine)

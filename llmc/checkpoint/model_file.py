@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc.config import ModelConfig
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, MODEL_MAGIC, check_size, new_header, read_header, write_atomically
+from llmc.files import HEADER_BYTES, MODEL_MAGIC, Numbers, check_size, new_header, read_header, write_atomically
 from llmc.memory.tables import DTYPE_BYTES, num_parameters
 
 VERSIONS = {"fp32": 3, "bf16": 5}
@@ -63,3 +63,9 @@ def read_model_header(path) -> tuple[ModelConfig, str]:
     config = ModelConfig(*header[2:8].tolist()).check(str(path))
     check_size(path, HEADER_BYTES + parameter_bytes(config, precision), f"a {precision} model of {num_parameters(config)} parameters")
     return config, precision
+
+
+def open_weights(path, precision: str) -> Numbers:
+    """The parameters in a model file of this precision, in file order; bf16 as int16. Once it is open it may be read though the run that
+    wrote it deletes it. Raises UserError if it cannot be opened."""
+    return Numbers(path, "<f4" if precision == "fp32" else "<i2", HEADER_BYTES)

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from llmc.checkpoint.extra_file import Extra, write_extra
-from llmc.checkpoint.model_file import read_model_header, write_model
+from llmc.checkpoint.model_file import open_weights, read_model_header, write_model
 from llmc.checkpoint.state_file import TrainingState, write_state
 from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
 from llmc.checkpoint.whole_tensors import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
-from llmc.files import HEADER_BYTES, Numbers, digest_of
+from llmc.files import Numbers, digest_of
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
@@ -93,11 +93,11 @@ def is_first(model) -> bool:
     return model.sharing.rank == model.parts.rank == 0
 
 
-def load_weights(path, model):
-    """Fill the parameters, or this rank's share of them, from a model file of the model's own sizes and precision, and start the
-    master from them."""
-    with Numbers(path, "<f4" if model.plan.options.precision == "fp32" else "<i2", HEADER_BYTES) as numbers:
-        fill(model.flat["parameters"], model.layout_of("parameters"), numbers.read, model.sharing.moved)
+def load_weights(weights: Numbers, model):
+    """Fill the parameters, or this rank's share of them, from open_weights() of a model file of the model's own sizes and precision, which
+    is then closed; and start the master from them."""
+    with weights:
+        fill(model.flat["parameters"], model.layout_of("parameters"), weights.read, model.sharing.moved)
     model.copy_weights_to_master()
 
 
@@ -121,7 +121,7 @@ def load_snapshot(folder, step, model, saved):
         print(f"{path} holds fp32 master weights, which a run without them leaves unused")
     model.rng.state, model.rng_state_last_update = state.rng_state, state.rng_state_last_update
     if not converts:
-        load_weights(model_path(folder, step), model)
+        load_weights(open_weights(model_path(folder, step), written_in), model)
     if options.optimizer_state != "fp32":
         print(f"m and v of {path} are rounded to {options.optimizer_state}, unless they were as short when written")
     for name in ("m", "v"):
