@@ -132,7 +132,8 @@ def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray
             return read_facts(path, held), sharded
         except UserError as error:
             errors.append(error)
+    as_whole, as_shard = errors
     if like is None:
         last = tensor_names(has_master(path))[-1]
         like = os.path.getsize(path) < tensor_offset(last, whole) + 4 * whole
-    raise errors[like]
+    raise as_shard if like else as_whole

@@ -19,9 +19,9 @@ def whole_tensors(model, name):
     pieces = Pieces(model, name)
     for t in pieces.layout:
         p = t.parameter
-        pieces_of = pieces.one_by_one if p.split is None or p.split == 0 and p.blocks == 1 else pieces.put_together
+        of_layer = pieces.one_by_one if p.split is None or p.split == 0 and p.blocks == 1 else pieces.put_together
         for l in range(t.layers):
-            yield from pieces_of(t, l)
+            yield from of_layer(t, l)
 
 
 class Pieces:
