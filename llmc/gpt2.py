@@ -75,8 +75,8 @@ class GPT2:
         self.params, self._layer_weights = self._views("parameters", "weights")
         self.grads, self._layer_gradients = self._views("gradients", "gradients") if o.trains else ({}, None)
         self.sharing = sharing or OneRank()
-        self.parts = self.sharing.parts
-        self.parts.attach(self)
+        self.division = self.sharing.division
+        self.division.attach(self)
         self.sharing.attach(self)
         self.layout = self.layout_of("m")  # of the elements that this rank updates
         self.residuals = OffloadedResiduals(plan, self.acts["residual3"]) if o.offload_residual else ResidentResiduals()
@@ -125,7 +125,7 @@ class GPT2:
         if self.plan.options.keeps_all_rows:
             block.all_rows = {name: getattr(block, name) for name in ("ln1", "ln2")}
             for name, rows in block.all_rows.items():
-                setattr(block, name, self.parts.own_rows(rows))
+                setattr(block, name, self.division.own_rows(rows))
         block.residual = acts["encoded"] if l == 0 else self._residual3(l - 1)
         block.residual3 = self._residual3(l)
         for p in PARAMETERS:
@@ -187,7 +187,7 @@ class GPT2:
         """Where the tensors lie in an arena: whole, or this rank's shares of them if the arena is sharded; if `shared`, always shares."""
         o = self.plan.options
         ranks = o.data_ranks if shared else o.ranks_of(arena)
-        return flat_layout(self.config, ranks, self.sharing.rank % ranks, o.tensor_parallel, self.parts.rank)
+        return flat_layout(self.config, ranks, self.sharing.rank % ranks, o.tensor_parallel, self.division.rank)
 
     def copy_weights_to_master(self):
         """Start (or restart) the fp32 master copy from the weights."""
@@ -204,7 +204,7 @@ class GPT2:
         and in _backward, are repeated on paper by llmc/memory/traffic.py."""
         a, residuals = self.acts, self.residuals if for_backward else ResidentResiduals()
         self.sharing.need("outer", then=0)
-        self.parts.encode(self.ops, a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
+        self.division.encode(self.ops, a["encoded"], a["inputs"], self.params["wte"], self.params["wpe"])
         self.sharing.need(0)
         self._ln1_forward(self.blocks[0])
         for block, above in zip(self.blocks, [*self.blocks[1:], self.final]):
@@ -224,15 +224,15 @@ class GPT2:
     def _all_rows(self, block, name, again=False):
         """ln1 or ln2 with the rows of all parts, (B, T, C). Backward needs them `again`, and they may still be there."""
         if name not in block.all_rows:
-            return (self.parts.still_gathered if again else self.parts.gathered)(getattr(block, name))
+            return (self.division.still_gathered if again else self.division.gathered)(getattr(block, name))
         if not again:
-            self.parts.gather_in_place(block.all_rows[name])
+            self.division.gather_in_place(block.all_rows[name])
         return block.all_rows[name]
 
     def _summed_matmul(self, out, inp, weight, bias):
         """out (B, s, C) = inp @ weight.T + bias, summed over parts, each of which has some columns of inp and of the weight."""
-        self.linear.forward(self.parts.partial(out), inp, weight, self.parts.bias(bias))
-        self.parts.sum_partial(out)
+        self.linear.forward(self.division.partial(out), inp, weight, self.division.bias(bias))
+        self.division.sum_partial(out)
 
     def _residual3(self, l):
         return self.acts["residual3"][self.plan.residual_slot(l)]
@@ -281,16 +281,16 @@ class GPT2:
 
     def _head_chunks(self):
         """Each chunk, as a slice of this part's rows."""
-        rows, size = (n // self.parts.size for n in (self.B * self.T, len(self.acts["logits"])))
+        rows, size = (n // self.division.size for n in (self.B * self.T, len(self.acts["logits"])))
         return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
     def _classify(self, chunk, dloss):
         """Add to the losses of a chunk of rows, those of all parts. Returns the chunk's logits, which have become their own gradient if
         dloss is given, and its rows of lnf."""
-        a, lnf = self.acts, self.parts.head_rows(self.acts["lnf"], chunk)
+        a, lnf = self.acts, self.division.head_rows(self.acts["lnf"], chunk)
         logits = a["logits"][: len(lnf)]
         self.head_linear.forward(logits, lnf, self.params["wte"])
-        self.parts.classify(
+        self.division.classify(
             self.ops, logits, a["losses"], a["targets"], chunk, self.scratch,
             V=self.config.vocab_size, dloss=dloss, rows_at_once=classifier_rows(self.plan.options),
         )  # fmt: skip
@@ -331,7 +331,7 @@ class GPT2:
         """Copy in what backward needs to know of this batch. Returns what launch_encoder_backward takes as `staged`."""
         copy_in(self.acts["targets"], targets)
         seed = (self.rng.u32() + self.sharing.rank * ENCODER_SEEDS) % 2**32
-        return self.ops.stage_encoder_backward(self.parts.own_order(order), seed, self.scratch)
+        return self.ops.stage_encoder_backward(self.division.own_order(order), seed, self.scratch)
 
     def _backward(self, grad_accum_steps, micro_step, staged):
         a, sharing = self.acts, self.sharing
@@ -362,7 +362,7 @@ class GPT2:
                     backward(self, self.blocks[l])
                 complete(l)
         self.ops.launch_encoder_backward(
-            self.grads["wte"], self.grads["wpe"], self.parts.gathered(a["dresidual"]), a["inputs"], staged, self.scratch,
+            self.grads["wte"], self.grads["wpe"], self.division.gathered(a["dresidual"]), a["inputs"], staged, self.scratch,
             accumulate=self.accumulate,
         )  # fmt: skip
         complete("encoder")
@@ -382,7 +382,7 @@ class GPT2:
                 logits, lnf = self._classify(chunk, dloss)
                 self.head_linear.dweight(group_sum, logits, lnf, accumulate=i > 0 or self.accumulate and not in_groups)
                 self.head_linear.dinput(lnf, logits, self.params["wte"])
-                self.parts.sum_head_rows(a["lnf"], chunk)
+                self.division.sum_head_rows(a["lnf"], chunk)
             if in_groups and g == 0:
                 a["dwte_sum"].copy_(group_sum)
             elif in_groups:
@@ -405,17 +405,17 @@ class GPT2:
         """Backward of a matmul whose input is all parts' rows of ln1 or ln2."""
         self.linear.take_dout(dout)
         self.linear.dweight(dweight, dout, self._all_rows(block, name, again=True), accumulate=self.accumulate)
-        self.linear.dinput(self.parts.partial(dinp), dout, weight)
-        self.parts.sum_partial(dinp)
+        self.linear.dinput(self.division.partial(dinp), dout, weight)
+        self.division.sum_partial(dinp)
 
     def _fcproj_dinput(self, block):
-        dout = self.parts.gathered(self.acts["dresidual"])
+        dout = self.division.gathered(self.acts["dresidual"])
         self.fcproj_linear.take_dout(dout)
         self.fcproj_linear.dinput(self.acts["dfch"], dout, block.fcprojw)
 
     def _fcproj_dinput_gelu(self, block):
         a = self.acts
-        self.ops.matmul_gelu_backward(a["dfch"], self.parts.gathered(a["dresidual"]), block.fcprojw, block.fch)
+        self.ops.matmul_gelu_backward(a["dfch"], self.division.gathered(a["dresidual"]), block.fcprojw, block.fch)
         self.ops.matmul_dbias(block.dfcb, a["dfch"], self.scratch, accumulate=self.accumulate)
 
     def _gelu_backward(self, block):
@@ -427,7 +427,7 @@ class GPT2:
         )
 
     def _fcproj_dweight(self, block):
-        dout = self.parts.still_gathered(self.acts["dresidual"])
+        dout = self.division.still_gathered(self.acts["dresidual"])
         self.fcproj_linear.dweight(block.dfcprojw, dout, block.fch_gelu, accumulate=self.accumulate)
 
     def _fc_backward(self, block):
@@ -441,7 +441,7 @@ class GPT2:
         )  # fmt: skip
 
     def _attproj_backward(self, block):
-        dout = self.parts.gathered(self.acts["dresidual"])
+        dout = self.division.gathered(self.acts["dresidual"])
         self.linear.take_dout(dout)
         self.linear.dweight(block.dattprojw, dout, block.atty, accumulate=self.accumulate)
         self.linear.dinput(self.acts["datty"], dout, block.attprojw)
@@ -542,25 +542,25 @@ class GPT2:
             self.ops.layernorm_forward(ln, mean, rstd, x, weight, bias, scratch)
 
         self.sharing.need("outer", then=0)
-        torch.add(self.parts.embedding(p["wte"], token), p["wpe"][position], out=x[0])
+        torch.add(self.division.embedding(p["wte"], token), p["wpe"][position], out=x[0])
         for block, above, cache in zip(self.blocks, [*self.blocks[1:], self.final], a["kv_cache"]):
             self.sharing.need(block.number, then=above.number)
             norm(block.ln1w, block.ln1b)
             multiply(qkvr, ln, block.qkvw, block.qkvb)
             self.ops.attention_one_row(atty, qkvr, cache, position, self.NH)
-            multiply(ln, atty, block.attprojw, self.parts.bias(block.attprojb))
-            self.parts.sum_row(ln)
+            multiply(ln, atty, block.attprojw, self.division.bias(block.attprojb))
+            self.division.sum_row(ln)
             residual_add_inplace(x, ln)
             norm(block.ln2w, block.ln2b)
             multiply(fch, ln, block.fcw, block.fcb)
             self.ops.gelu_forward(fch, fch, scratch)
-            multiply(ln, fch, block.fcprojw, self.parts.bias(block.fcprojb))
-            self.parts.sum_row(ln)
+            multiply(ln, fch, block.fcprojw, self.division.bias(block.fcprojb))
+            self.division.sum_row(ln)
             residual_add_inplace(x, ln)
         norm(p["lnfw"], p["lnfb"])
         logits = a["logits"][:1]
         multiply(logits, ln, p["wte"])
-        return self.parts.whole_row(logits)[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
+        return self.division.whole_row(logits)[0, : self.config.vocab_size].to(torch.float32, copy=True).cpu().numpy()
 
     # ------------------------------------------------------------------------
     # train by halves, and mean losses of this rank alone: for scripts and tests, the trainer needs neither

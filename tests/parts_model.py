@@ -84,14 +84,14 @@ def build(case: Case, rank: int, world_of) -> GPT2:
 
 def forget_streams(model):
     """From now on the room that is gathered in is NaN after every pass, but while the one after next may read it once more."""
-    parts, stream = model.parts, model.acts["stream"]
+    division, stream = model.division, model.acts["stream"]
 
     def wrapped(work):
         def then_forget(*args, **kwargs):
             work(*args, **kwargs)
-            if work.__name__ not in ("_fcproj_dinput", "_gelu_backward", "_gelu_backward_and_again") or parts._holds is None:
+            if work.__name__ not in ("_fcproj_dinput", "_gelu_backward", "_gelu_backward_and_again") or division._holds is None:
                 stream.fill_(torch.nan)
-                parts._holds = None
+                division._holds = None
 
         return then_forget
 

@@ -32,8 +32,8 @@ def begin_snapshot(writer, folder, step, model, loader, extra: Extra):
     if is_first(model):
         unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
     sharing.barrier()
-    parts = contents(folder, step, model, loader, extra)
-    writer.begin(step, ((partial(write_moving, write, sharing), tensors) for write, tensors in parts))
+    writes = contents(folder, step, model, loader, extra)
+    writer.begin(step, ((partial(write_moving, write, sharing), tensors) for write, tensors in writes))
 
 
 def await_all(writer, sharing):
@@ -50,7 +50,7 @@ def contents(folder, step, model, loader, extra: Extra):
     must take all of them, one by one as they come, because the ranks gather weights from one another.
     """
     sharing, options = model.sharing, model.plan.options
-    weights = whole_tensors(model, "parameters") if model.parts.size > 1 else sharing.whole_weights()
+    weights = whole_tensors(model, "parameters") if model.division.size > 1 else sharing.whole_weights()
     weights = (piece for whole in weights for piece in pieces(whole))
     if is_first(model):
         path = model_path(folder, step)
@@ -63,14 +63,14 @@ def contents(folder, step, model, loader, extra: Extra):
         rng_state=model.rng.state, rng_state_last_update=model.rng_state_last_update, loader=loader.state(),
     )  # fmt: skip
     tensors = (piece for name in options.state_tensors for piece in state_pieces(model, name))
-    if model.parts.rank == 0:
+    if model.division.rank == 0:
         path = state_path(folder, step, sharing.rank)
         print(f"Writing state to {path}", flush=True)
 
-        def write(parts):
+        def write(pieces):
             written = digest_of(model_path(folder, step)) if is_first(model) else None  # that file was written just before
             write_extra(extra_path(folder, step, sharing.rank), replace(extra, model=written))
-            write_state(path, state, parts, num_parameters(options.config) // options.ranks_of("m"))
+            write_state(path, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
 
         yield write, tensors
     for _ in tensors:  # the other parts give theirs
@@ -90,7 +90,7 @@ def write_moving(write, sharing, pieces):
 
 def is_first(model) -> bool:
     """Whether this rank is the first of all."""
-    return model.sharing.rank == model.parts.rank == 0
+    return model.sharing.rank == model.division.rank == 0
 
 
 def load_weights(weights: Numbers, model):
@@ -145,7 +145,7 @@ def check_model_file(path, written, source):
 
 def state_pieces(model, name):
     """The fp32 bytes of m, v or the master, whatever form this run keeps it in: all of it, or this rank's share."""
-    if model.parts.size > 1:
+    if model.division.size > 1:
         ranks = model.plan.options.ranks_of("m")
         tensors = shares(whole_tensors(model, name), model.layout, ranks, model.sharing.rank % ranks)
     else:

@@ -37,7 +37,7 @@ class Pieces:
         if o.rounds:  # noise comes in whole blocks, and a piece may begin at the last element of one
             self.at_once = min(self.at_once, len(model.acts["noise"]) - ROUNDING_BLOCK + 1)
         self.seeds = {t.name: state.seed for t, state in zip(model.layout, model.last_tensor_states())}
-        self.layout = flat_layout(model.config, self.ranks, self.sharing.rank % self.ranks, o.tensor_parallel, model.parts.rank)
+        self.layout = flat_layout(model.config, self.ranks, self.sharing.rank % self.ranks, o.tensor_parallel, model.division.rank)
 
     def one_by_one(self, t, l):
         """Shares that follow one another in the file, each sent by the rank that has it."""
@@ -58,7 +58,7 @@ class Pieces:
             part[t.first + at : t.first + at + n].copy_(self._read(t, l, at, n))
         if self.ranks > 1:
             self.sharing.group.gather_shares([part]).wait()
-        self.model.parts.group.gather_shares([whole], [part]).wait()
+        self.model.division.group.gather_shares([whole], [part]).wait()
         return self._blocks(t, whole) if t.parameter.split == 0 else self._columns(t, whole)
 
     def _blocks(self, t, whole):

@@ -1,6 +1,6 @@
 """Two ways to write a checkpoint: while the run waits, or beside it from a copy.
 
-A writer is given parts, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of their meaning.
+A writer is given writes, an iterable of (write, tensors) as llmc.checkpoint.snapshot yields them, and knows nothing of their meaning.
 Only one checkpoint is on its way at a time. What happens once every rank has written is not a writer's business.
 """
 
@@ -30,24 +30,24 @@ class Writer:
             self._on_gpu = plan.options.device == "cuda"
             self._copy = allocate_host(plan.checkpoint_bytes, self, pinned=self._on_gpu)
 
-    def begin(self, step, parts):
+    def begin(self, step, writes):
         """Write the checkpoint of `step`, or copy it and begin to write. Raises UserError where the disk is full or denies the write."""
         assert self.step is None, f"the checkpoint of step {self.step} is still on its way"
         if self._copy is None:
-            for write, tensors in parts:
+            for write, tensors in writes:
                 write(piece.cpu().numpy() for piece in tensors)
             self.written += 1
         else:
-            copied = self._copied(parts)
+            copied = self._copied(writes)
             thread = Thread(target=self._write, args=(copied,), name="checkpoint")  # not a daemon: Python waits for it before it ends
             thread.start()
             self._thread = thread
         self.step, self.begun = step, self.begun + 1
 
-    def _copied(self, parts) -> list:
-        """(write, copy of its tensors) for each part."""
+    def _copied(self, writes) -> list:
+        """(write, copy of its tensors) for each write."""
         filled, copied = 0, []
-        for write, tensors in parts:
+        for write, tensors in writes:
             start = filled
             for piece in tensors:
                 self._copy[filled : filled + len(piece)].copy_(piece, non_blocking=True)

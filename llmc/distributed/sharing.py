@@ -21,7 +21,7 @@ class OneRank:
     """One rank: it holds everything, and there is nobody to wait for."""
 
     rank, size = 0, 1
-    parts = Undivided()
+    division = Undivided()
     stops = 0.0  # how many ranks said with the last norm that they were asked to stop
     _wants_to_stop, _checkpoints_written = False, 0
 
@@ -101,13 +101,13 @@ class Sharing:
     """One of several ranks; `plan` says how many, and the ZeRO stage. What the calls mean is said at OneRank's, which are the same.
 
     group     Group of the ranks with the same part of the model, which share its gradients and weights
-    parts     Divided, over the ranks with the same data, whose parts make up the model; or Undivided
+    division  Divided, over the ranks with the same data, whose parts make up the model; or Undivided
     everyone  Group of all ranks
     world     World, which is told that something long still goes on, and waits for those that are slow
     """
 
-    def __init__(self, plan, group, parts, everyone, world):
-        self.options, self.group, self.parts, self.everyone, self.world = plan.options, group, parts, everyone, world
+    def __init__(self, plan, group, division, everyone, world):
+        self.options, self.group, self.division, self.everyone, self.world = plan.options, group, division, everyone, world
         self.rank, self.size, self.stage = group.rank, group.size, plan.options.zero_stage
         self._weight_buckets = weight_buckets(plan.options.config)
         self._sums, self._coming = {}, {}  # bucket -> (handle, adding, last) of its gradients; bucket -> handle of its weights
@@ -141,7 +141,7 @@ class Sharing:
     def attach(self, model):
         self._model, self._flat = model, model.flat
         o, config, acts = self.options, model.config, model.acts
-        layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.parts.rank) if o.shares else ()
+        layout = flat_layout(config, self.size, self.rank, o.tensor_parallel, self.division.rank) if o.shares else ()
         self._acts, self._layout = acts, {t.name: t for t in layout}
         self._gradient_shares = acts["gradient_share"] if "gradient_share" in acts else self._flat.get("gradients")
         self._weights = {k: [model.weight(*of).view(-1) for of in bucket] for k, bucket in self._weight_buckets.items()}
@@ -209,9 +209,9 @@ class Sharing:
     def complete(self, key, adding, last):
         if not (last or self.options.reduces_always):
             return
-        if self.parts.size > 1:
+        if self.division.size > 1:
             names = [name for name, _ in self._model.gradient_buckets[key]]
-            self.parts.group.sum_whole([t for t, name in zip(self._gradients[key], names) if name in SUMMED_OVER_PARTS]).wait()
+            self.division.group.sum_whole([t for t, name in zip(self._gradients[key], names) if name in SUMMED_OVER_PARTS]).wait()
         if not self.options.shares:
             self._sums[key] = self.group.sum_whole(self._gradients[key]), adding, last
             return
@@ -259,7 +259,7 @@ class Sharing:
         o, mine = self.options, numbers[self.everyone.rank]
         mine[LOSS].copy_(loss_sum[0])
         mine[NORM].copy_(grad_norm[0])
-        mine[UNDIVIDED_NORM] = self._norm_of_undivided() if self.parts.size > 1 else 0.0
+        mine[UNDIVIDED_NORM] = self._norm_of_undivided() if self.division.size > 1 else 0.0
         mine[STOPS] = float(self._wants_to_stop)
         mine[WRITTEN] = float(self._checkpoints_written)
         self.everyone.gather_shares([numbers.view(-1)]).wait()
