@@ -318,9 +318,10 @@ def check_same_inputs(run: Run):
     """Raise UserError unless all ranks have the same data and the same model, and compute in the same way."""
     s, world, o, data = run.settings, run.world, run.plan.options, run.data
     if world.num_processes > 1:
+        model = run.weights.digest() if run.weights else run.source.file and digest_of(run.source.file)
         check_inputs({
             "-b": s.batch_size, "-r": s.recompute, "--kernels": s.kernels, "multiprocessors of the card": o.processors,
-            "--matmul": o.matmul, "the model": digest_of(run.source.file) if run.source.file else "random weights",
+            "--matmul": o.matmul, "the model": model or "random weights",
             data.train_loader.flag: data.train_loader.summary(), "validation with -j": data.val_loader and data.val_loader.summary(),
             "steps to train": data.max_steps, "--hellaswag-data": data.eval_loader and f"{data.eval_loader.num_examples} examples",
             "tokens of --prompt": " ".join(map(str, data.prompt)),
@@ -492,7 +493,7 @@ def resume(run: Run, saved, continued):
 def adopt(run: Run, extra: Extra):
     """Take over the outlier windows, and tell of flags that have changed. Raises UserError where the extra file is damaged."""
     path = extra_path(run.settings.output_dir, run.resume_step, 0)
-    if extra == NO_FILE:
+    if extra is NO_FILE:
         print(f"note: there is no {path}, as in a checkpoint of llm.c: z-scores of loss and norm begin anew")
         return
     run.loss_outliers.restore(extra.loss_outliers, source=str(path))

@@ -184,6 +184,11 @@ class Numbers:
             raise UserError(f"{self.path} cannot be read beyond byte {end}: it was cut short, or its disk fails; put the whole file back")
         return numbers
 
+    def digest(self) -> str:
+        """digest_of the file."""
+        with readable(self.path):
+            return _digest(self._file)
+
     def will_need(self, at: int, n: int) -> None:
         """Ask the OS to read numbers at..at+n into memory soon. Does not wait for them."""
         if hasattr(os, "posix_fadvise"):
@@ -194,12 +199,16 @@ class Numbers:
 
 def digest_of(path) -> str:
     """12 hex digits that stand for a file's contents: a hash of its size and of 64 pieces spread over it, which take no time to read."""
-    size, pieces = os.path.getsize(path), 64
-    digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
-        for piece in range(pieces):
-            file.seek(max(0, size - DIGEST_PIECE) * piece // (pieces - 1))
-            digest.update(file.read(DIGEST_PIECE))
+        return _digest(file)
+
+
+def _digest(file) -> str:
+    size, pieces = os.fstat(file.fileno()).st_size, 64
+    digest = hashlib.sha256(str(size).encode())
+    for piece in range(pieces):
+        file.seek(max(0, size - DIGEST_PIECE) * piece // (pieces - 1))
+        digest.update(file.read(DIGEST_PIECE))
     return digest.hexdigest()[:12]
 
 

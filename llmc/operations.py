@@ -7,8 +7,8 @@ from llmc.layers.functions import cpu_attention, in_halves, torch_operations
 
 
 def operations(kernels: str, matmul: str = "native", attention: str = "cpu", workspace=None) -> SimpleNamespace:
-    """The functions that a model runs, under their names: torch's operations, or Triton's or numba's kernels. What in_halves
-    splits is there as its two halves.
+    """The functions that a model runs, under their names: torch's operations, or Triton's or numba's kernels. What in_halves splits is
+    there as its two halves.
 
     matmul     as in PlanOptions: numba, fp8, or native and widened, which are torch's
     attention  the kind, as PlanOptions.attention has it

@@ -23,12 +23,12 @@ from llmc.kernels.door import cdiv, jit, narrow, next_power_of_2, sum_over_rows,
 
 @jit
 def _add_tile(
-    dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale,
+    dk, dv, k, v, q, do, lse, delta, first_query, stride, C, column, position, end, scale,
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv, dq), the first two with their sums over one tile of queries added; dq (CHANNELS, QUERIES) is the sum over the tile of keys
     alone."""
-    q, do, p, ds = _tile_of_queries(k, v, q, do, lse, delta, first_query, stride, C, column, position, T, scale, HS, QUERIES, HIDES)
+    q, do, p, ds = _tile_of_queries(k, v, q, do, lse, delta, first_query, stride, C, column, position, end, scale, HS, QUERIES, HIDES)
     ds = narrow(ds, q.dtype)
     return _add_product(dk, ds, q), _add_product(dv, narrow(p, do.dtype), do), _multiply(tl.trans(k), ds)
 
@@ -36,11 +36,11 @@ def _add_tile(
 @jit
 def _attention_backward_heads(
     dqkvr, sums, dq_sums, delta, datty, atty, lse, qkvr, T, NH, C, scale, root,
-    HS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
+    HS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of a head, and for each tile of keys the sums over its rows of dk and dv, and of dq of the same positions."""
     tl.static_assert(KEYS % QUERIES == 0)
-    stride, blocks, column = 3 * C, tl.cdiv(T, KEYS), tl.arange(0, CHANNELS)
+    stride, blocks, column, end = 3 * C, tl.cdiv(T, KEYS), tl.arange(0, CHANNELS), None if WHOLE else T
     head, sequence, channel = _head_of_program(1, NH, HS)
     at, out_at = sequence * T * stride + channel, sequence * T * C + channel
     qkvr, dqkvr, datty, atty, sums = qkvr + at, dqkvr + at, datty + out_at, atty + out_at, sums + sequence * blocks * stride + channel
@@ -48,28 +48,28 @@ def _attention_backward_heads(
     in_tile = column[:, None] * QUERIES + tl.arange(0, QUERIES)[None, :]  # of the sum of dq, which is transposed
     for start in range(0, T, KEYS):
         row = start + tl.arange(0, KEYS)
-        do = _rows(datty, row, C, column, T, HS)
-        tl.store(delta + row, tl.sum(widen(do) * widen(_rows(atty, row, C, column, T, HS)), 1), mask=row < T)
+        do = _rows(datty, row, C, column, end, HS)
+        tl.store(delta + row, tl.sum(widen(do) * widen(_rows(atty, row, C, column, end, HS)), 1), mask=row < T)
     for start in range(0, T, KEYS):
         tl.debug_barrier()  # what other threads of this program have stored is read below
         row = start + tl.arange(0, KEYS)
-        k, v = _rows(qkvr + C, row, stride, column, T, HS), _rows(qkvr + 2 * C, row, stride, column, T, HS)
+        k, v = _rows(qkvr + C, row, stride, column, end, HS), _rows(qkvr + 2 * C, row, stride, column, end, HS)
         dk, dv = tl.zeros((KEYS, CHANNELS), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
         dq_sum = tl.zeros((CHANNELS, QUERIES), tl.float32)
         for query in range(start, tl.minimum(start + KEYS, T), QUERIES):
-            dk, dv, dq = _add_tile(dk, dv, k, v, qkvr, datty, lse, delta, query, stride, C, column, row, T, scale, HS, QUERIES, True)
+            dk, dv, dq = _add_tile(dk, dv, k, v, qkvr, datty, lse, delta, query, stride, C, column, row, end, scale, HS, QUERIES, True)
             dq = (dq + tl.load(dq_sums + query * CHANNELS + in_tile, mask=(in_tile >= 0) & (start > 0), other=0.0)) * root
             own = query + tl.arange(0, QUERIES)
             out = dqkvr + own[:, None] * stride + column[None, :]
-            tl.store(out, narrow(tl.trans(dq), dqkvr.dtype.element_ty), mask=_there(own, column, T, HS))
+            tl.store(out, narrow(tl.trans(dq), dqkvr.dtype.element_ty), mask=_there(own, column, end, HS))
             dq_sum += dq  # rows beyond T are zeros
         for query in range(start + KEYS, T, QUERIES):
-            dk, dv, dq = _add_tile(dk, dv, k, v, qkvr, datty, lse, delta, query, stride, C, column, row, T, scale, HS, QUERIES, False)
+            dk, dv, dq = _add_tile(dk, dv, k, v, qkvr, datty, lse, delta, query, stride, C, column, row, end, scale, HS, QUERIES, False)
             place = dq_sums + query * CHANNELS + in_tile
             tl.store(place, dq + tl.load(place, mask=(in_tile >= 0) & (start > 0), other=0.0))
         tl.store(sums + column, sum_over_rows(tl.trans(dq_sum)), mask=column < HS)
-        _write_gradient(dqkvr + C, sums + C, dk * root, row, stride, column, T, HS)
-        _write_gradient(dqkvr + 2 * C, sums + 2 * C, dv, row, stride, column, T, HS)
+        _write_gradient(dqkvr + C, sums + C, dk * root, row, stride, column, end, HS)
+        _write_gradient(dqkvr + 2 * C, sums + 2 * C, dv, row, stride, column, end, HS)
         sums += stride
 
 
@@ -94,6 +94,7 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
     dq_sums = _room(datty.device, B * NH * cdiv(T, queries) * queries * channels)
     door.launch(
         _attention_backward_heads, (B * NH,), dqkvr, sums, dq_sums, scratch["attention_delta"], datty, atty, lse, qkvr,
-        T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS), HS=HS, CHANNELS=channels, KEYS=keys, QUERIES=queries, num_warps=warps,
+        T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS), HS=HS, CHANNELS=channels, KEYS=keys, QUERIES=queries, WHOLE=HS <= 64 and T % keys == 0,
+        num_warps=warps,
     )  # fmt: skip
     matmul_dbias(dbias, sums, scratch, accumulate=accumulate)

@@ -98,7 +98,7 @@ KEYS, QUERIES, FORWARD = "_attention_backward_keys", "_attention_backward_querie
 MORE_KEYS, MORE_FORWARD = {(KEYS, "maxnreg"): 128}, {(FORWARD, "maxnreg"): 96, (FORWARD, "num_stages"): 2}
 ASKED = {(kernel, "WHOLE"): False for kernel in (KEYS, QUERIES, FORWARD)}
 # Backward by whole heads, with large tiles and with small ones: as many registers as it likes leave room for one program of eight warps, or
-# two of four. With a limit there is room for one more; 14 and 15 numbers are then read back in a turn of its main loop
+# two of four. With a limit there is room for one more; 19 and 13 numbers are then read back in a turn of its main loop
 HEADS = "_attention_backward_heads"
 LARGE_HEADS, SMALL_HEADS = ({("functions", "attention_backward"): WholeHeads(*tiles)} for tiles in ((128, 32, 8), (64, 32, 4)))
 MORE_LARGE_HEADS, MORE_SMALL_HEADS = LARGE_HEADS | {(HEADS, "maxnreg"): 128}, SMALL_HEADS | {(HEADS, "maxnreg"): 168}
@@ -130,8 +130,8 @@ def tune_attention(run, record):
 
 
 # for whole steps, as a kernel measured alone does not show what others find in the L2: kernels that begin with what the one before wrote
-# last, and end with what the next reads first; and numbers that are not read again soon leaving the L2 before others, those of a row of
-# logits after them, as they are read twice
+# last, and end with what the next reads first; and numbers that are not read again soon leaving the L2 before others. The classifier reads
+# a row of logits twice: the first time it asks the L2 to keep them, the second time to let them go
 LAST_FIRST = (("tl.program_id(0)", "(tl.num_programs(0) - 1 - tl.program_id(0))"),)
 LEAVES, STAYS = ', eviction_policy="evict_first")', ', eviction_policy="evict_last")'
 READ_ONCE = {

@@ -197,7 +197,7 @@ def test_the_search_goes_on_over_several_dips(monkeypatch):
     def plan(o):
         return SimpleNamespace(options=o, total_bytes=o.B * (100 if o.B % 8 == 0 else 1000), tensors={})
 
-    monkeypatch.setattr("llmc.memory.choose.Plan", plan)
+    monkeypatch.setattr("llmc.memory.largest_batch.Plan", plan)
     assert largest_batch(CASES[0], 10_000) == 96
 
 

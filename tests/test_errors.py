@@ -591,6 +591,7 @@ RESUMES = {
     "extra lacks entries": (extra_with('{"loss_outliers": {}}'), "", EXTRA, "lacks norm_outliers"),
     "extra holds no window": (extra_with(windows("{}")), "", EXTRA, "damaged outlier window"),
     "extra holds a number": (extra_with(windows("5")), "", EXTRA, "damaged outlier window"),
+    "extra holds nothing but null": (extra_with('{"loss_outliers": null, "norm_outliers": null}'), "", EXTRA, "damaged outlier window"),
     "extra holds bad floats": (extra_with(windows('{"window": ["zz"], "index": 0, "sum": "0x0p+0", "sum_sq": "0x0p+0"}')),
         "", "damaged outlier window"),
     "extra's shards are as many tokens as a number can be": (damaged(EXTRA, lambda raw: raw.replace(b"5000", b"4611686018427387904")),

@@ -315,6 +315,26 @@ def slow_to_read():
     snapshot.load_weights = load_weights
 
 
+def deleted_meanwhile():
+    """The run that has written the model to start from deletes it, once all have found it."""
+    real = train_gpt2.open_data
+
+    def open_data(run, until_end):
+        run.world.wait_for_all("the model's deletion")
+        Path(run.source.file).unlink(missing_ok=True)
+        return real(run, until_end)
+
+    train_gpt2.open_data = open_data
+
+
+def test_a_model_that_its_run_deletes_meanwhile_is_looked_at_by_all_ranks(case, tmp_path):
+    argv = (*inputs(case), "-b 2 -t 32 -v 1 -m 2 -s 0 -o", tmp_path / "log")
+    ran(1, tmp_path / "one", *argv, "-x 1 -n 1")
+    ended = start(2, tmp_path / "ranks", *argv, "-x 0 -y 1", prepare=deleted_meanwhile).ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2 and "val loss" in ended[0].out, ended
+    assert not (tmp_path / "log" / "model_00000001.bin").exists()
+
+
 def test_reading_a_model_may_take_a_rank_longer_than_a_collective_does(case, tmp_path):
     ended = start(2, tmp_path / "ranks", *inputs(case), COMMON, "-b 2 -x 2 -v 0 -s 0 --timeout 5", prepare=slow_to_read).ended()
     assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2, ended

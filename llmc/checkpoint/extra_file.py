@@ -58,7 +58,7 @@ def read_extra(path) -> Extra:
         raise damaged(path, f"it holds a {type(entries).__name__}")
     if entries and (missing := {"loss_outliers", "norm_outliers"} - entries.keys()):
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}, so it is damaged; {RESUME_FROM_ANOTHER}")
-    return Extra(**{f.name: entries[f.name] for f in fields(Extra) if f.name in entries})
+    return Extra(**{f.name: entries[f.name] for f in fields(Extra) if f.name in entries}) if entries else NO_FILE
 
 
 def damaged(path, reason) -> UserError:

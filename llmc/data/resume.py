@@ -7,15 +7,18 @@ once, and ordinary epochs of the new geometry follow.
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmc.checkpoint.extra_file import Extra
 from llmc.data.remainder import Geometry, Remainder, count_inputs, merged, unpack
 from llmc.data.shards import MAX_SHARD_TOKENS
 from llmc.data.walk import LoaderState, check_permutations
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.rand import MersenneTwister
+
+if TYPE_CHECKING:
+    from llmc.checkpoint.extra_file import Extra
 
 Shards = list[tuple[str, int]]  # (name, number of tokens) of each, in the loader's order
 
@@ -50,7 +53,7 @@ class Written:
     served: int
 
 
-def plan_resume(states: list[LoaderState], extras: list[Extra], *, geometry: Geometry, rank: int, shards: Shards) -> Continued:
+def plan_resume(states: list[LoaderState], extras: "list[Extra]", *, geometry: Geometry, rank: int, shards: Shards) -> Continued:
     """How this rank's loader continues from a checkpoint.
 
     states, extras          of the ranks that wrote it, as they are in its files
@@ -188,7 +191,7 @@ def within(intervals: np.ndarray, start: int, size: int) -> np.ndarray:
 # what the extra files say
 
 
-def read_written(extras: list[Extra]) -> Written:
+def read_written(extras: "list[Extra]") -> Written:
     """The facts in the extra files, on which those of all ranks must agree. Raises UserError if they do not, or are damaged."""
     facts = [(extra.B, extra.T, extra.data) for extra in extras]
     if any(fact != facts[0] for fact in facts):

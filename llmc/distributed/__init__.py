@@ -5,7 +5,7 @@ Who they are and how they meet:
     signpost          where rank 0 is found
     rendezvous        how all come together
     network           this machine's addresses
-    world             the door for the rest of the program: all of this, and what ranks agree on
+    world             what a rank knows of the others; to meet, connect, agree and end
 What becomes of them:
     watch             ends this process when another is gone, hangs or stops
     verdict           what beats say about that

@@ -1,4 +1,4 @@
-"""The one door to other processes: who they are, how they meet, what they agree on, and what happens when one of them ends."""
+"""What a process knows of the others of its run, and what they do together outside a step: meet, connect, agree, and end."""
 
 import json
 import os

@@ -168,7 +168,7 @@ def _tile_of_queries(
     k, v, q, do, lse, delta, first_query, stride, C, column, position, end, scale,
     HS: tl.constexpr, QUERIES: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """(q, do, p, ds) of one tile of queries for a tile of keys. Rows beyond end are zeros and add nothing to what is made of them."""
+    """(q, do, p, ds) of one tile of queries for a tile of keys. Rows from `end` on are zeros and add nothing to what is made of them."""
     query = first_query + tl.arange(0, QUERIES)
     q, do = _rows(q, query, stride, column, end, HS), _rows(do, query, C, column, end, HS)
     lse, delta = _numbers(lse, query, end), _numbers(delta, query, end)
@@ -255,9 +255,9 @@ def _attention_backward_keys(
 def _tiles(HS, met, *lengths) -> dict:
     """The constants of a launch for heads of HS channels, where a tile meets others of `met` rows.
 
-    If tiles fill each of these lengths, it is WHOLE: no load asks whether a row exists. For 64 channels, compiled for sm90, that leaves
-    out 5 to 8% of the main loops' instructions, and the kernel of queries takes 95 registers instead of 114, so five of its programs fit
-    a multiprocessor, not four. For 128 channels it would take 133 instead of 127, and one would fit, not two.
+    WHOLE: tiles fill each of these lengths, and heads have at most 64 channels; then no load asks whether a row exists. Compiled for sm90,
+    that leaves out 5 to 8% of the main loops' instructions, and the kernel of queries takes 95 registers instead of 114, so five of its
+    programs fit a multiprocessor, not four. For 128 channels it would take 133 instead of 127, and one would fit, not two.
     """
     channels = max(16, next_power_of_2(HS))  # a product of tiles takes no fewer
     whole = HS <= 64 and not any(length % max(met, ATTENTION_ROWS) for length in lengths)

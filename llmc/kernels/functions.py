@@ -12,7 +12,7 @@ from llmc.staging import stage_encoder_backward
 
 
 def triton_operations() -> dict:
-    """Name -> launcher. Of the functions that in_halves splits there are only the halves here, stage_* and launch_*."""
+    """Name -> launcher. Of those that layers/functions.py splits in_halves only the halves are here, stage_* and launch_*."""
     launchers = (
         encoder_forward, stage_encoder_backward, launch_encoder_backward, layernorm_forward, residual_layernorm_forward,
         layernorm_normalize, layernorm_backward, gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias,

@@ -9,7 +9,7 @@ llmc/kernels/, numba kernels for a CPU in llmc/kernels_cpu/, which has matmuls t
     matmul              products in torch; of bf16 factors also widened to fp32, piece by piece
     matmul_fp8          products in 8 bits
     attention           on a CPU, in blocks
-    attention_library   torch's kernels on a GPU
+    attention_library   torch's kernels, on a GPU and for one row
     gelu                and its gradient, in place
     residual            the addition by itself
     fused_classifier    softmax, cross-entropy and the logits' gradient, in place
@@ -17,5 +17,5 @@ llmc/kernels/, numba kernels for a CPU in llmc/kernels_cpu/, which has matmuls t
     adamw               the update, with every form of master weights
     rounding            stochastic rounding to bf16
     rows                sums over rows, a few at a time
-    functions           all of these by name
+    functions           those that also exist as kernels, by name
 """

@@ -19,6 +19,8 @@ What is known from it before a run:
     traffic         bytes that ranks send
     largest_batch   the largest batch that fits
     choose          what fits, and the cheapest ways to fit
-    report          the plan in words; traffic_report what ranks send
+    report          the plan in words
+    traffic_report  what ranks send, in words
+And after it:
     record          memory.json: planned beside measured
 """
