@@ -22,7 +22,7 @@ def compile_kernels(options: PlanOptions) -> None:
 
     On several cores the tiny model first runs without its kernels, to see which they are: then several are compiled at once.
     """
-    _compile(replace(options, config=TINY, B=1, T=4, head_chunk=0, sample_length=1, data_ranks=1, zero_stage=0, tensor_parallel=1))
+    _compile(replace(options, config=TINY, B=1, T=4, data_ranks=1, tensor_parallel=1))
 
 
 @cache
@@ -35,11 +35,10 @@ def _compile(options):
 
 
 def rehearse(options: PlanOptions):
-    """Call all that a run calls of a model of these options: if it trains, two micro-steps and an update; an evaluation and a sample."""
+    """Call all that a run calls of a model of these options: if it trains, a step of one micro-step; an evaluation and a sample."""
     model, tokens = GPT2(Plan(options)), np.zeros((1, 4), np.int64)
     if options.trains:
-        for micro_step in range(2):
-            model.train(tokens, tokens, 2, micro_step)
+        model.train(tokens, tokens, 1, 0)
         model.update(0.0, 0.0, 1, model.grad_norm())
     model.token_losses(tokens, tokens)
     model.next_logits(0, 0)

@@ -65,7 +65,7 @@ def choose_batch(options: PlanOptions, budget_bytes: int, total_sequences: int |
     limit = max(1, fits if most is None else min(fits, most))
     B, multiple = limit, options.batch_multiple
     while B > 1 and (total_sequences and total_sequences % B or B % multiple or bytes_of(B) > budget_bytes):
-        B = largest_divisor(total_sequences, B - 1) if total_sequences else B - 1
+        B -= 1
     if B == 1 and bytes_of(1) > budget_bytes:
         raise NotEnoughMemory(
             f"not even -b 1 -t {options.T} fits {budget_bytes // MIB} MiB at -r {options.recompute}: it needs {ceil_mib(bytes_of(1))} MiB",
@@ -108,8 +108,7 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
     halves = [options.B]
     while halves[-1] > 1:
         halves.append(largest_divisor(total_sequences, halves[-1] // 2))
-    bf16_weights = options.precision == "bf16"
-    masters = ["fp32", "bits16"] if bf16_weights and options.keeps_master else [options.master]
+    masters = ["fp32", "bits16"] if options.keeps_master else [options.master]
     states = ["fp32", "bf16"] if options.optimizer_state == "fp32" else ["bf16"]
     levels = [level for level in levels_of(options) if level >= options.recompute]
     copies = [True, False] if options.async_checkpoint and options.device == "cpu" else [options.async_checkpoint]
@@ -125,7 +124,7 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
         if plan.total_bytes <= budget_bytes:
             place = (step, level, masters.index(master), states.index(state), copies.index(copy), offloads.index(offload))
             found.append((_way(options, plan, total_sequences, step), place))
-    found.sort(key=lambda pair: (pair[0].cost, pair[0].total_bytes))
+    found.sort(key=lambda pair: pair[0].cost)
     chosen, spare = [], []
     for way, place in found:
         adds_to = [other for other, at in (*chosen, *spare) if all(mine >= theirs for mine, theirs in zip(place, at))]
@@ -133,7 +132,7 @@ def ways_to_fit(options: PlanOptions, budget_bytes: int, total_sequences: int, *
             chosen.append((way, place))
         elif way.total_bytes < min(other.total_bytes for other in adds_to):
             spare.append((way, place))
-    ways = [way for way, _ in (*chosen[:count], *spare)][:count]
+    ways = [way for way, _ in (*chosen, *spare)][:count]
     return sorted(ways, key=lambda way: way.cost)
 
 

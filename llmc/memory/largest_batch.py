@@ -73,7 +73,7 @@ def _overtaken(plan: Plan, one_more: Plan) -> set[int]:
     """Each B, at most an eighth beyond the plan's, from which on a tensor is larger than another that is larger now; and the B before,
     where both may be equally large. one_more is the plan for one sequence more."""
     low, sizes, next_sizes = plan.options.B, *({name: t.nbytes for name, t in each.tensors.items()} for each in (plan, one_more))
-    lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items() if name in next_sizes}  # bytes, bytes a sequence adds
+    lines = {(nbytes, next_sizes[name] - nbytes) for name, nbytes in sizes.items()}  # bytes, bytes a sequence adds
     overtaken = set()
     for (larger, slope), (smaller, steeper) in product(lines, lines):
         if smaller < larger and slope < steeper:

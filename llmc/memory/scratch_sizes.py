@@ -99,7 +99,7 @@ def head_chunk_rows(o: PlanOptions) -> int:
     """
     parts = o.tensor_parallel
     rows = TUNING[o.device].head_bytes // (o.config.padded_vocab_size // parts * DTYPE_BYTES[o.precision])
-    automatic = rows // 256 * 256 if rows > 256 else max(1, rows)  # matmuls work best in whole tiles
+    automatic = rows // 256 * 256 if rows > 256 else rows  # matmuls work best in whole tiles
     rows = min(o.head_chunk or automatic, o.B * o.T)
     return max(1, rows // parts) * parts
 
@@ -150,12 +150,11 @@ def _attention_sizes(o: PlanOptions) -> dict[str, int]:
 
 
 def update_room(o: PlanOptions) -> int:
-    """Elements that the update handles at a time. Tensors no longer than a layer's largest bias (4C) are never cut."""
+    """Elements that the update handles at a time: no more than the largest tensor has."""
     C, Vp = o.config.channels, o.config.padded_vocab_size
     biggest = max(Vp * C, 4 * C * C) // o.tensor_parallel
     at_once = CHECKPOINT_ELEMENTS if o.fused else TUNING[o.device].update_elements
-    room = min(at_once, round_up(biggest, ROUNDING_BLOCK))
-    return max(room, round_up(4 * C, ROUNDING_BLOCK))
+    return min(at_once, round_up(biggest, ROUNDING_BLOCK))
 
 
 def norm_partials(o: PlanOptions) -> int:
