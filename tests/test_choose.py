@@ -174,10 +174,11 @@ def test_largest_batch_does_not_depend_on_the_batch_it_is_asked_from():
 
 @pytest.mark.parametrize("curve, budget, most", [
     (lambda B: 700 + 50 * B, 10**400, 14), (lambda B: 700 + 50 * B, 12345678, 14),
+    (lambda B: -(-(10**6 + 12345 * B) // 256) * 256, 10**10, 12),  # in which halving alone takes 28
     (lambda B: max(2000, 50 * B), 100_003, 40), (lambda B: 10**4 * max(0, B - 999), 1, 40),  # flat, then steep
     (lambda B: B + 3000 * max(0, B - 300), 305, 30), (lambda B: -(-B // 64) * 100, 2750, 40),
     (lambda B: 1000 * B - 5000 * (B % 4 == 0), 10**9, 250),  # there is always one more that fits, up to the budget
-], ids=["beyond float", "a line", "a kink", "a wall", "steeper", "stairs", "a saw"])  # fmt: skip
+], ids=["beyond float", "a line", "whole blocks", "a kink", "a wall", "steeper", "stairs", "a saw"])  # fmt: skip
 def test_the_largest_batch_takes_few_plans_whatever_memory_is_like(monkeypatch, curve, budget, most):
     """Also where lines lead astray. Ten of the plans are of the batches beyond it."""
     asked = []
@@ -473,6 +474,13 @@ def test_host_memory_comes_the_sooner_the_longer_a_step_is():
         printed = [way.flags for way in ways_to_fit(options, budget, sequences, count=EVERY_WAY)]
         places.append(printed.index("--offload-optimizer") / len(printed))
     assert places == sorted(places, reverse=True) and places[0] > places[-1]
+
+
+def test_no_way_has_a_batch_that_the_options_do_not_take():
+    """With FP8, B * T a multiple of 16: of 1000 tokens two sequences, but not one."""
+    o = PlanOptions(D12, 4, 1000, device="cuda", kernels="triton", matmul="fp8")
+    ways = ways_to_fit(o, total(o) - 1, 4, count=EVERY_WAY)
+    assert {re.match(r"(-b \d+)?", way.flags)[0] for way in ways} == {"", "-b 2"}
 
 
 @every_command

@@ -395,8 +395,8 @@ def load(model, folder, step):
 
 
 @pytest.mark.parametrize("source, target", [(a, b) for a in range(len(FORMS)) for b in range(len(FORMS))])
-def test_a_checkpoint_of_every_form_loads_into_every_other(source, target, tmp_path):
-    """The file holds fp32 m, v and master; each form takes what it can keep, rounded to nearest where it keeps less, and trains on."""
+def test_a_checkpoint_of_every_form_loads_into_every_other(source, target, tmp_path, capsys):
+    """The file holds fp32 m, v and master; each form takes what it can, rounds to nearest where it keeps less, says so and trains on."""
     wrote, read = build(SMALL, "bf16", **FORMS[source]), build(SMALL, "bf16", **FORMS[target])
     for step in range(3):
         train_step(wrote, step)
@@ -404,7 +404,12 @@ def test_a_checkpoint_of_every_form_loads_into_every_other(source, target, tmp_p
     has_master = FORMS[source]["master"] != "none"
     _, tensors = read_state(state_path(tmp_path, 3, 0), num_parameters(SMALL))
     assert set(tensors) == {"m", "v"} | ({"master"} if has_master else set())
+    capsys.readouterr()
     load(read, tmp_path, 3)
+    said, takes_master = capsys.readouterr().out, FORMS[target]["master"] != "none"
+    assert ("m and v of" in said, "master weights: they start" in said, "master weights, which" in said) == (
+        "optimizer_state" in FORMS[target], takes_master and not has_master, has_master and not takes_master
+    )  # fmt: skip
     assert raw(read.flat["parameters"]) == raw(wrote.flat["parameters"])
     for name in ("m", "v"):
         assert np.array_equal(tensors[name], wrote.flat[name].float().numpy())
@@ -412,7 +417,7 @@ def test_a_checkpoint_of_every_form_loads_into_every_other(source, target, tmp_p
     want = master_of(wrote) if has_master else wrote.flat["parameters"].float()
     if has_master:
         assert np.array_equal(tensors["master"], want.numpy())
-    if FORMS[target]["master"] != "none":
+    if takes_master:
         assert raw(master_of(read)) == raw(want)
     if FORMS[source] == FORMS[target]:
         ahead = [train_step(model, 3) for model in (wrote, read)]

@@ -47,6 +47,7 @@ from llmc.layers.functions import in_halves, torch_operations
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
+from llmc.staging import stage_chunks
 
 if TRITON := find_spec("triton") is not None:  # test_kernels_cpu.py runs many of these tests, triton or not
     from llmc.kernels.functions import triton_operations
@@ -914,6 +915,13 @@ def test_adamw_takes_the_norm_where_it_lies_or_as_a_number(kernels, small_chunks
         kernels.adamw_update(flat, tensors, scratch, lr=1e-2, weight_decay=0.1, step=1, grad_norm=norm)
         runs.append(flat)
     assert all(same_bits(runs[0][name], run[name]) for run in runs[1:] for name in run)
+
+
+def test_a_learning_rate_beyond_fp32_is_infinite_and_no_warning(recwarn):
+    _, tensors = arenas(FP32, "", FP32)
+    scratch = update_scratch(tensors)
+    stage_chunks(tensors, 256, scratch, lr=1e39, weight_decay=0.1, step=1, grad_norm=1.0)
+    assert scratch["update_numbers"].view(torch.float32)[-2] == -inf and not recwarn
 
 
 @pytest.mark.parametrize("pattern", [0x7FC00000, -0x400000, 0x7FFFFFFF, -1], ids=hex)

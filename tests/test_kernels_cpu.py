@@ -295,7 +295,7 @@ def test_a_rehearsal_without_kernels_names_those_of_one_with_them(precision, mon
     assert noted == launched and len(set(noted)) > 10
 
 
-@pytest.mark.parametrize("flags", ["-r 0", "-r 6 --optimizer-state bf16", "-x 0"])
+@pytest.mark.parametrize("flags", ["-r 0", "-r 6 --optimizer-state bf16 --grad-dtype fp32", "-x 0"])
 @precisions
 def test_a_run_calls_nothing_that_was_not_rehearsed(precision, flags, tmp_path, monkeypatch):
     """With steps of several micro-steps, evaluations and samples: none of them waits for a compiler."""
@@ -863,6 +863,7 @@ def test_the_matmul_that_is_measured_multiplies(dtype):
     out = torch.full_like(a, nan)
     other_matmuls("numba")[0](out, a, b)
     assert same_bits(out, a @ b)
+    assert not other_matmuls("native")
 
 
 @pytest.mark.parametrize("precision, factors", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])

@@ -316,6 +316,14 @@ def test_a_plan_for_a_card_without_it_is_refused():
     assert "matmuls of layers in FP8" in table
 
 
+@pytest.mark.parametrize("kernels", SETS)
+def test_operands_are_converted_by_whoever_runs_the_rest(kernels):
+    """The bytes are the same, so only time would tell."""
+    for name in (*MATMULS, "matmul_dout"):
+        assert matmul_operations("fp8", kernels)[name].keywords["fp8_operand"] is fp8_operand_of(kernels)
+    assert len(set(map(fp8_operand_of, SETS))) == len(SETS)
+
+
 def test_its_matmuls_have_the_names_and_arguments_of_torch_s():
     """And one more, before a pair of them in backward."""
     ours, torchs = fp8_matmuls("torch"), matmul_operations("native", "torch")

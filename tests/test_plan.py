@@ -635,6 +635,59 @@ def test_a_head_chunk_has_equally_many_rows_of_each_part_and_at_least_one(wish, 
     assert head_chunk_rows(PlanOptions(D12, 1, 64, head_chunk=wish, device="cuda", tensor_parallel=4)) == want
 
 
+FIVE_HEADS = ModelConfig(max_seq_len=64, vocab_size=61, num_layers=2, num_heads=5, channels=40, padded_vocab_size=64)
+NARROW = ModelConfig(max_seq_len=64, vocab_size=101, num_layers=1, num_heads=1, channels=16, padded_vocab_size=128)
+SCRATCH = {
+    "torch": (PlanOptions(D12, 4, 1024, matmul="widened"), {
+        "rows": (4, 682, 768), "attention_rows": (7, 6, 1024, 64), "attention_scores": (2, 6, 128, 1024), "attention_stats": (2, 6, 1024),
+        "attention_sums": (2, 2304), "attention_mask": (128, 128), "classifier_rows": (5, 50304), "norm_partials": (238,),
+        "norm_work": (1 << 19,), "noise": (1 << 19,), "kv_cache": (12, 2, 64, 768), "widened": (1024, 3840),
+    }),
+    "torch, small": (PlanOptions(ODD, 3, 7, matmul="widened"), {
+        "rows": (4, 21, 35), "attention_rows": (7, 15, 7, 7), "attention_scores": (2, 15, 7, 7), "attention_mask": (7, 7),
+        "classifier_rows": (21, 103), "norm_partials": (1,), "norm_work": (80745,), "noise": (5120,), "kv_cache": (5, 2, 37, 35),
+        "widened": (21, 175),
+    }),
+    "torch, a row": (PlanOptions(ODD, 1, 1, sample_length=5), {"rows": (4, 4, 35), "kv_cache": (5, 2, 5, 35)}),
+    "torch, a vast vocabulary": (PlanOptions(replace(NARROW, padded_vocab_size=1 << 19), 1, 8), {"classifier_rows": (1, 1 << 19)}),
+    "torch, heads in even parts": (PlanOptions(D12, 1, 1200), {"attention_rows": (7, 4, 1200, 64)}),
+    "torch, two ranks": (PlanOptions(D12, 4, 1024, data_ranks=2), {"norm_partials": (119,)}),
+    "torch, ranks that share nothing": (PlanOptions(D12, 4, 1024, data_ranks=7), {"norm_partials": (238,)}),
+    "numba": (PlanOptions(D12, 5, 1000, kernels="numba", matmul="numba"), {
+        "attention_packed": (48, 3, 1024, 64), "attention_scores": (48, 1, 1024, 64), "attention_left": (48, 2, 64, 64),
+        "attention_queries": (48, 4, 64, 64), "attention_block": (48, 2, 64, 64), "attention_sums": (48, 2, 1024, 64),
+        "attention_bias": (5, 2304), "matmul_panels": (64, 256, 132, 2), "matmul_sums": (16384, 128), "matmul_packed": (3 * 64 * 5024, 2),
+        "column_partials": (64, 3072), "norm_partials": (1024,), "noise": (1 << 20,),
+    }),
+    "numba, small": (PlanOptions(ODD, 3, 7, "fp32", kernels="numba", matmul="numba"), {
+        "attention_packed": (15, 3, 64, 64), "matmul_panels": (2, 256, 132, 1), "matmul_sums": (2 * 192, 128), "matmul_packed": (6144, 1),
+    }),
+    "numba, a large vocabulary": (PlanOptions(NARROW, 1, 8, kernels="numba", matmul="numba"), {
+        "matmul_sums": (128, 128), "matmul_packed": (4096, 2), "noise": (2048,),
+    }),
+    "numba, parts": (PlanOptions(D12, 4, 1000, kernels="numba", tensor_parallel=4, grad_dtype="fp32"), {
+        "classifier_rows": (20, 12576), "logits": (4000, 12576), "head_widened": (4000 * (12576 + 768),), "attention_bias": (4, 576),
+    }),
+    "numba, small parts": (PlanOptions(FIVE_HEADS, 2, 16, kernels="numba", tensor_parallel=4), {"noise": (2048,)}),
+    "triton": (PlanOptions(D12, 4, 1000, device="cuda", matmul="fp8"), {
+        "fp8_inp": (4, 1000, 3072), "fp8_weight": (3072 * 768,), "fp8_partials": (1024,), "attention_delta": (4, 12, 1000),
+        "attention_sums": (4, 16, 2304), "column_partials": (256, 3072), "lse": (12, 4, 12, 1000),
+    }),
+    "triton, parts": (PlanOptions(D12, 4, 1000, device="cuda", matmul="fp8", tensor_parallel=6), {"fp8_inp": (4, 1000, 768)}),
+    "triton, padded heads": (PlanOptions(FIVE_HEADS, 2, 16, device="cuda", matmul="fp8", tensor_parallel=4), {
+        "fp8_inp": (2, 16, 48), "fp8_weight": (48 * 40,),
+    }),
+    "efficient": (PlanOptions(D12, 9, 1000, device="cuda", attention="efficient"), {"lse": (12, 9, 12, 1024), "logits": (8192, 50304)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("o, shapes", SCRATCH.values(), ids=SCRATCH)
+def test_scratch_is_as_large_as_what_is_worked_on_at_once(o, shapes):
+    """Sizes that follow from the tuning: of too much, which is only memory, nothing else would tell."""
+    tensors = Plan(o).tensors
+    assert {name: tensors[name].shape for name in shapes} == shapes
+
+
 # ----------------------------------------------------------------------------
 # the report
 
