@@ -417,8 +417,8 @@ def test_attention_is_measured_with_each_change_alone(run, monkeypatch):
     of, launched = {change: by_row[i] for i, change in enumerate(changes)}, [launch for row in by_row.values() for launch in row]
     limited = {change: {(name, o["maxnreg"]) for name, o in of[change] if "maxnreg" in o} for change in changes}
     assert limited["nothing"] == limited["attention FORWARD_KEYS (32, 32)"] == set()
-    [both] = (change for change in changes if len(limited[change]) > 1)
-    assert limited[both] == {(FORWARD, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
+    [all_three] = (change for change in changes if len(limited[change]) > 1)
+    assert limited[all_three] == {(FORWARD, 96), (QUERIES, 96), (KEYS, 128)} and limited[f"{KEYS} maxnreg 128"] == {(KEYS, 128)}
     asked = {change: {name for name, options in of[change] if not options.get("WHOLE", True)} for change in changes}
     assert {change: names for change, names in asked.items() if names} == {changes[5]: {FORWARD, QUERIES, KEYS}}
     whole = {change: {name for name, _ in of[change] if "backward" in name} for change in changes}
