@@ -131,7 +131,8 @@ def tune_attention(run, record):
 
 # for whole steps, as a kernel measured alone does not show what others find in the L2: kernels that begin with what the one before wrote
 # last, and end with what the next reads first; and numbers that are not read again soon leaving the L2 before others. The classifier reads
-# a row of logits twice: the first time it asks the L2 to keep them, the second time to let them go
+# a row of logits twice: the first time it asks the L2 to keep them, the second time to let them go (of loads that are staged, as these are,
+# Triton 3.6 drops what is asked)
 LAST_FIRST = (("tl.program_id(0)", "(tl.num_programs(0) - 1 - tl.program_id(0))"),)
 LEAVES, STAYS = ', eviction_policy="evict_first")', ', eviction_policy="evict_last")'
 READ_ONCE = {

@@ -135,8 +135,9 @@ from llmc.kernels import door
 from scripts.gpu_tune import LAST_FIRST, LOGITS_LEAVE, READ_ONCE, SOURCE, rewritten
 
 def found(kernel, args, constants, num_warps):
-    ptx = door.compile_only(kernel, args, constants, num_warps, 90).asm["ptx"]
-    return [bool(re.search(word, ptx)) for word in ("%nctaid.x", "evict_first", "evict_last", r"\\bst\\S+cache_hint")]
+    text = door.compile_only(kernel, args, constants, num_warps, 90).asm["ttir"]  # Triton 3.6 drops hints of staged loads later
+    words = ("get_num_programs", "tt.load.* evict_first", "tt.load.* evict_last", "tt.store.* evict_first")
+    return [bool(re.search(word, text)) for word in words]
 
 for kernel, *launch in recorded_launches(768, PLAIN).values():
     name = kernel.fn.__name__
