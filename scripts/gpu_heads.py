@@ -16,9 +16,11 @@ from math import e, log2, sqrt
 import torch
 
 from llmc.kernels import door
-from llmc.kernels.attention import _add_product, _head_of_program, _multiply, _rows, _there, _tile_of_queries, _write_gradient
+from llmc.kernels.attention import (
+    _add_product, _head_of_program, _multiply, _of_heads, _rows, _there, _tile_of_queries, _write_gradient,
+)  # fmt: skip
 from llmc.kernels.columns import matmul_dbias
-from llmc.kernels.door import cdiv, jit, narrow, next_power_of_2, sum_over_rows, tl, widen
+from llmc.kernels.door import cdiv, jit, narrow, sum_over_rows, tl, widen
 
 
 @jit
@@ -89,12 +91,11 @@ def attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, scratch, *, acc
     rows of a tile there, for whose number of sums there is room."""
     B, T, C = datty.shape
     HS, tiles = C // NH, cdiv(T, keys)
-    channels = max(16, next_power_of_2(HS))
+    constants = _of_heads(HS, keys, T)
     sums = scratch["attention_sums"].view(-1)[: B * tiles * 3 * C].view(B, tiles, 3 * C)
-    dq_sums = _room(datty.device, B * NH * cdiv(T, queries) * queries * channels)
+    dq_sums = _room(datty.device, B * NH * cdiv(T, queries) * queries * constants["CHANNELS"])
     door.launch(
         _attention_backward_heads, (B * NH,), dqkvr, sums, dq_sums, scratch["attention_delta"], datty, atty, lse, qkvr,
-        T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS), HS=HS, CHANNELS=channels, KEYS=keys, QUERIES=queries, WHOLE=HS <= 64 and T % keys == 0,
-        num_warps=warps,
+        T, NH, C, log2(e) / sqrt(HS), 1 / sqrt(HS), KEYS=keys, QUERIES=queries, num_warps=warps, **constants,
     )  # fmt: skip
     matmul_dbias(dbias, sums, scratch, accumulate=accumulate)

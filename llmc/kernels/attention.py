@@ -252,16 +252,20 @@ def _attention_backward_keys(
 # launchers
 
 
-def _tiles(HS, met, *lengths) -> dict:
-    """The constants of a launch for heads of HS channels, where a tile meets others of `met` rows.
+def _of_heads(HS, rows, *lengths) -> dict:
+    """The constants of a launch for heads of HS channels, by tiles of at most so many rows.
 
     WHOLE: tiles fill each of these lengths, and heads have at most 64 channels; then no load asks whether a row exists. Compiled for sm90
     by Triton 3.6, that leaves out 6 to 12% of the main loops' instructions, by 3.9 5 to 8%. For 128 channels the kernel of queries would by
     3.9 take 133 registers instead of 127, and a multiprocessor have room for one of its programs, not two.
     """
     channels = max(16, next_power_of_2(HS))  # a product of tiles takes no fewer
-    whole = HS <= 64 and not any(length % max(met, ATTENTION_ROWS) for length in lengths)
-    return dict(HS=HS, CHANNELS=channels, ROWS=ATTENTION_ROWS, WHOLE=whole, num_warps=WARPS[HS > 64])
+    return dict(HS=HS, CHANNELS=channels, WHOLE=HS <= 64 and not any(length % rows for length in lengths))
+
+
+def _tiles(HS, met, *lengths) -> dict:
+    """The same where a tile of ATTENTION_ROWS meets others of `met` rows; and its rows and warps."""
+    return _of_heads(HS, max(met, ATTENTION_ROWS), *lengths) | dict(ROWS=ATTENTION_ROWS, num_warps=WARPS[HS > 64])
 
 
 def _launch_forward(atty, lse, q, k, v, B, T, first, NH, q_stride, stride):
