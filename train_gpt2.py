@@ -60,7 +60,7 @@ from llmc.memory.report import allocation_lines, does_not_fit, not_enough_memory
 from llmc.memory.tables import num_parameters
 from llmc.mfu import flops_per_token, model_flops_utilization, promised_tflops
 from llmc.operations import other_matmuls
-from llmc.outlier import OutlierDetector
+from llmc.outlier import WINDOW_SIZE, OutlierDetector
 from llmc.plan_command import plan_text
 from llmc.preamble import chosen_line, flag_notes, print_device, print_model, print_rows, print_settings, print_sizes
 from llmc.processor import likely_device_kind
@@ -700,6 +700,8 @@ def finish_step(run: Run, clock: StepClock, launched: LaunchedStep | None):
     elif not launched.skipped:
         found = f"the loss is {result.loss:f} and the gradient's norm {result.norm:f}, which leaves no weight a number"
         refuse_numbers_lost(run, step + 1, found)
+    elif max(run.loss_outliers.lost, run.norm_outliers.lost) == WINDOW_SIZE:
+        refuse_numbers_lost(run, step + 1, f"{WINDOW_SIZE} losses or norms in a row were nan or infinite, and no update was made")
 
 
 def print_device_state(run: Run):
@@ -719,7 +721,7 @@ def steps_of_setting_up(run: Run) -> int:
 def end_run(run: Run, clock: StepClock, step: int):
     """Complete the checkpoint, the record and the logs of a run that ends at this step, stopped or done."""
     run.checkpoints.complete()
-    if run.checkpoints.unproven is not None:
+    if run.checkpoints.unproven is not None or run.loss_outliers.lost:
         prove_last(run, step)
     print(f"total average iteration time: {clock.average_ms:f} ms")
     peak_bytes = run.record.end(step, clock.average_ms, run.total_batch_size)
@@ -735,7 +737,8 @@ def end_run(run: Run, clock: StepClock, step: int):
 
 
 def prove_last(run: Run, step: int):
-    """Compute one more loss, to prove a checkpoint after which nothing was trained or validated: on the batch trained last, or the next."""
+    """Compute one more loss, to prove the checkpoint, or weights whose last update was skipped, after which nothing was trained or
+    validated: on the batch trained last, or the next."""
     run.world.progress(f"step {step}, one more loss")
     if run.last_batch is None:
         with bad_data_stops(run):
@@ -869,7 +872,7 @@ def checkpoint(run: Run, step: int):
     run.checkpoints.write(step, loader, Extra(
         run.loss_outliers.state(), run.norm_outliers.state(), B=s.batch_size, T=s.sequence_length, data=loader.data_state(), seed=s.seed,
         optimisation=optimisation(s, run.total_batch_size),
-    ))  # fmt: skip
+    ), doubtful=run.loss_outliers.lost > 0)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------

@@ -14,9 +14,13 @@ DWARFS = 1e6  # if the sum of squares has been this many times what it is now, d
 
 
 class OutlierDetector:
-    """A ring of the last WINDOW_SIZE values with their running sum and sum of squares, in doubles."""
+    """A ring of the last WINDOW_SIZE values with their running sum and sum of squares, in doubles.
+
+    lost  how many of the newest values in a row were nan or inf
+    """
 
     def __init__(self):
+        self.lost = 0
         self._window: list[float] = []
         self._index = 0  # of the oldest value, once the window is full
         self._sum = 0.0
@@ -33,7 +37,8 @@ class OutlierDetector:
         length = len(self._window)
         oldest = self._window[self._index] if length == WINDOW_SIZE else None
         self._undo = length, self._index, oldest, self._sum, self._sum_sq, self._largest
-        if not isfinite(x):
+        self.lost = 0 if isfinite(x) else self.lost + 1
+        if self.lost:
             return nan
         if oldest is None:
             self._window.append(x)
@@ -50,7 +55,7 @@ class OutlierDetector:
         return self._z(x)
 
     def undo(self) -> None:
-        """Take the last update's value out again: the state is what it was before, to the bit. At most once per update."""
+        """Take the last update's value out of the window again, which is then what it was before, to the bit. At most once per update."""
         assert self._undo is not None, "nothing to undo"
         # the saved sums come back: subtracting x would leave a rounding error behind
         length, self._index, oldest, self._sum, self._sum_sq, self._largest = self._undo

@@ -54,8 +54,8 @@ def steps(folder) -> list[int]:
     return sorted(int(path.name[-8:]) for path in folder.glob("DONE_*"))
 
 
-def write(checkpoints, step):
-    checkpoints.write(step, NoLoader(), Extra({}, {}))
+def write(checkpoints, step, doubtful=False):
+    checkpoints.write(step, NoLoader(), Extra({}, {}), doubtful=doubtful)
 
 
 def test_one_is_due_on_its_period_at_the_end_and_when_asked_to_stop(keep):
@@ -115,6 +115,15 @@ def test_while_one_is_unproven_no_other_is_written(keep, tmp_path, capsys):
     assert steps(tmp_path) == [2, 6] and step_to_delete(6, 2, 1, 0) == 4
     checkpoints.prove(6)
     assert "Deleting" not in capsys.readouterr().out  # there is no checkpoint of step 4
+
+
+def test_one_of_doubtful_weights_is_not_written(keep, tmp_path, capsys):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    checkpoints.prove(2)
+    write(checkpoints, 4, doubtful=True)
+    said = "no checkpoint at step 4: the last loss was nan or infinite, and no update was made since\n"
+    assert steps(tmp_path) == [2] and capsys.readouterr().out.endswith(said) and checkpoints.newest == 2
 
 
 def test_the_first_of_all_ranks_alone_marks_deletes_and_disowns(keep, tmp_path, monkeypatch):
@@ -204,7 +213,7 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
 
     def failure():
         with pytest.raises(UserError) as error:
-            checkpoints.write(2 if checkpoints.newest is None else 4, NoLoader(), Extra({}, {}))
+            checkpoints.write(2 if checkpoints.newest is None else 4, NoLoader(), Extra({}, {}), doubtful=False)
             checkpoints.complete()
         return str(error.value)
 

@@ -38,7 +38,7 @@ from llmc.memory.largest_batch import largest_batch
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.tables import num_parameters
-from llmc.outlier import OutlierDetector
+from llmc.outlier import WINDOW_SIZE, OutlierDetector
 from llmc.units import MIB
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -490,7 +490,8 @@ def test_weights_of_no_use_at_the_start_are_not_blamed_on_an_update(case, tmp_pa
 @pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
 @pytest.mark.parametrize("flag, what", [("-sl", "loss"), ("-sg", "grad")])
 def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(case, tmp_path, monkeypatch, flag, what, writing):
-    """Also while the window of outliers is not full yet. At the end it is said once more, as the weights are of no use."""
+    """Also while the window of outliers is not full yet. No checkpoint keeps such weights, and at the end it is said that they are of no
+    use."""
     if writing:
         slow_down_writing(monkeypatch)
     weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
@@ -501,12 +502,34 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, writing, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
     assert done.err.startswith("error: step 2: the loss is now nan, so these weights are of no use; lower -l, raise -u, or look at")
-    assert done.err.endswith(f"; DONE_00000001 removed again, no checkpoint is left in {tmp_path / 'out'}\n")
-    assert "no checkpoint at step 2: since that of step 1 every loss or norm was nan or infinite, and no update was made" in done.out
-    assert (tmp_path / "out" / "model_00000001.bin").read_bytes() == path.read_bytes()
-    assert not list((tmp_path / "out").glob("DONE_*"))
+    assert done.err.endswith(f"; no checkpoint is left in {tmp_path / 'out'}\n")
+    for step in (1, 2):
+        assert f"no checkpoint at step {step}: the last loss was nan or infinite, and no update was made since\n" in done.out
+    assert not list((tmp_path / "out").glob("*.bin")) and not list((tmp_path / "out").glob("DONE_*"))
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2", QUIET)
     assert done.code == 2 and done.err.startswith("error: step 1: the loss is nan and the gradient's norm nan, which leaves no weight")
+
+
+def test_a_run_whose_weights_are_lost_to_an_update_keeps_the_checkpoint_before_it(case, tmp_path):
+    """Where its losses are skipped ever after, so that nothing else ends the run."""
+    argv = *inputs(case), "-b 4 -t 32 -n 2 -nk 1", QUIET, "-o", tmp_path / "log"
+    ran(*argv, "-x 2")
+    done = run(*argv, "-x 4 -y 1 -l 1e30 -u 0 -sg 3")
+    assert done.code == 2 and "no checkpoint at step 4: the last loss was nan or infinite" in done.out
+    assert done.err.endswith(f"; -y 1 resumes from step 2 in {tmp_path / 'log'}\n")
+    assert [f.name for f in (tmp_path / "log").glob("DONE_*")] == ["DONE_00000002"]
+    assert (tmp_path / "log" / "model_00000002.bin").exists()
+
+
+def test_a_run_of_which_every_update_is_skipped_ends(case, tmp_path):
+    weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
+    weights[-1] = math.nan
+    path = tmp_path / "nan.bin"
+    path.write_bytes((case / "model.bin").read_bytes()[:1024] + weights.tobytes())
+    done = run(*inputs(case)[:4], "-e", path, "-b 1 -t 8 -x 1000 -sl 3", QUIET)
+    assert done.code == 2 and done.out.count("skipping update") == WINDOW_SIZE
+    found = f"error: step {WINDOW_SIZE}: {WINDOW_SIZE} losses or norms in a row were nan or infinite, and no update was made; lower -l"
+    assert done.err.startswith(found)
 
 
 def test_printed_z_scores_are_the_detector_s(case):

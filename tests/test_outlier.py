@@ -126,6 +126,15 @@ def test_a_restored_detector_knows_how_large_its_sums_have_been():
     assert [restored.update(x) for x in small] == [detector.update(x) for x in small]
 
 
+def test_values_that_are_no_numbers_are_counted_in_a_row_undone_or_not():
+    detector, lost = OutlierDetector(), []
+    for x in (1.0, math.nan, math.inf, 2.0, -math.inf):
+        detector.update(x)
+        detector.undo()
+        lost.append(detector.lost)
+    assert lost == [0, 1, 2, 0, 1]
+
+
 def test_a_checkpoint_without_the_largest_sum_goes_on_from_what_it_has():
     """As those of earlier versions are."""
     detector, _ = after(values())

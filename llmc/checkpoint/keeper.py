@@ -53,8 +53,9 @@ class Checkpoints:
         periodic = s.checkpoint_every > 0 and (last or step % s.checkpoint_every == 0)
         return periodic or stopping
 
-    def write(self, step: int, loader, extra: Extra):
-        """Write everything a resumed run needs to go on as if it had never stopped: now, or during the next steps.
+    def write(self, step: int, loader, extra: Extra, *, doubtful: bool):
+        """Write everything a resumed run needs to go on as if it had never stopped: now, or during the next steps. If the weights are
+        doubtful, as the last loss that they gave is not finite, say that none is written.
 
         Raises UserError where the disk is full or denies the write, of this checkpoint or of the one before.
         """
@@ -64,13 +65,18 @@ class Checkpoints:
             print(f"note: the checkpoint of step {writer.step} is still being written; that of step {step} waits for it, as will others")
         self.complete()
         if self.unproven is not None:  # -sl or -sg have skipped every update since, so these weights are in that checkpoint
-            reason = f"since that of step {self.unproven} every loss or norm was nan or infinite, and no update was made"
-            print(f"no checkpoint at step {step}: {reason}", flush=True)
+            self._leave_out(step, f"since that of step {self.unproven} every loss or norm was nan or infinite, and no update was made")
+            return
+        if doubtful:
+            self._leave_out(step, "the last loss was nan or infinite, and no update was made since")
             return
         with self._kept_told():
             begin_snapshot(writer, s.output_dir, step, self._model, loader, extra)
         if not self._beside:
             self.complete()
+
+    def _leave_out(self, step: int, reason: str):
+        print(f"no checkpoint at step {step}: {reason}", flush=True)
 
     def check(self):
         """Raise UserError for what went wrong in the background since the last call."""
