@@ -3,10 +3,10 @@
 #
 #   run_until_done.sh LOG_DIR LAST_STEP FLAG VALUE...       (LOG_DIR as seen from the repository)
 #
-# The flags must include -n, how often to write a checkpoint. Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C, and when
-# trying again cannot help: exit code 2 (something to correct), 3 (out of memory), a run that ends well and leaves no checkpoint at all, or
-# MAX_TRIES tries in a row without a new one. Exit code 4, a lost rank, is tried again. PYTHON names the interpreter, LAUNCH a command that
-# starts several of it, such as "mpirun -np 8".
+# The flags must include -n, how often to write a checkpoint. Stops for good when LOG_DIR/DONE_<LAST_STEP> exists, on Ctrl-C or SIGTERM,
+# which the run answers with a checkpoint, and when trying again cannot help: exit code 2 (something to correct), 3 (out of memory), a run
+# that ends well and leaves no checkpoint at all, or MAX_TRIES tries in a row without a new one. Exit code 4, a lost rank, is tried again.
+# PYTHON names the interpreter, LAUNCH a command that starts several of it, such as "mpirun -np 8".
 set -u
 cd "$(dirname "$0")/.." || exit
 
@@ -25,13 +25,23 @@ done_file=$log_dir/DONE_$(printf %08d "$last_step")
 
 newest_checkpoint() { find "$log_dir" -name 'DONE_*' 2>/dev/null | sort | tail -n 1; }
 
-trap 'echo "stopped by hand; run the same script again to go on"; exit 130' INT TERM
+# A program in the background hears no Ctrl-C until it listens itself; one that has heard it takes this for the same request
+stop() {
+    kill -TERM $child 2>/dev/null && wait $child
+    echo "stopped by hand; run the same script again to go on"
+    exit 130
+}
+child=
+trap stop INT TERM
 
 tries=0
 while [ ! -f "$done_file" ]; do
     before=$(newest_checkpoint)
-    # shellcheck disable=SC2086 # LAUNCH is several words
-    ${LAUNCH:-} "${PYTHON:-python}" train_gpt2.py -o "$log_dir" -x "$last_step" -y 1 "$@"
+    # in the background, as bash heeds a signal only between commands, or while it waits; LAUNCH is several words
+    # shellcheck disable=SC2086
+    ${LAUNCH:-} "${PYTHON:-python}" train_gpt2.py -o "$log_dir" -x "$last_step" -y 1 "$@" &
+    child=$!
+    wait $child
     code=$?
     case $code in
         2 | 3) echo "exit code $code: the same command would fail again; see the message above" >&2; exit $code ;;

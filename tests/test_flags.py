@@ -365,6 +365,12 @@ def test_scripts_for_several_processes_launch_them_and_start_lost_ones_again(nam
     assert settings.total_batch_size % (settings.batch_size * settings.sequence_length * 16) == 0, "two machines of eight"
 
 
+def test_the_restart_loop_passes_sigterm_on_and_waits_for_the_checkpoint(tmp_path):
+    body = "trap 'sleep 0.2; touch $log/written; exit 0' TERM\nkill -TERM $PPID; while :; do sleep 0.05; done"
+    assert run_script("run_gpt2_124M.sh", tmp_path, body) == (130, 1)
+    assert (tmp_path / "log" / "written").exists()
+
+
 def test_a_finished_run_is_not_started_again(tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "DONE_00018865").touch()
