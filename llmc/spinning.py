@@ -20,20 +20,30 @@ WAITING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # if one of these is set, the u
 CPU_TIMES = "/proc/stat"
 
 
-def sleep_soon_where_busy(environ=os.environ) -> list[str]:
+def sleep_soon_where_busy(threads=0, environ=os.environ) -> list[str]:
     """Have waiting threads sleep soon, if these cores have other work now. Returns the lines that say so. Call it before torch is imported:
-    OpenMP reads its environment once."""
-    if WAITING & environ.keys() or "torch" in sys.modules:
-        return []
+    OpenMP reads its environment once.
+
+    threads  of the run; 0: OMP_NUM_THREADS, else as many as it may keep busy
+    """
     cores = os.sched_getaffinity(0)
+    threads = threads or _first_number(environ.get("OMP_NUM_THREADS", "")) or within_quota(len(cores))
+    if threads == 1 or WAITING & environ.keys() or "torch" in sys.modules:
+        return []
     before, start = ticks_busy(cores), time.monotonic()
     time.sleep(WATCH_S)
     busy = (ticks_busy(cores) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
-    spare = len(cores) - within_quota(len(cores))  # cores that this run's threads leave idle
+    spare = max(0, len(cores) - threads)  # cores that this run's threads leave idle
     if busy - spare < BUSY:
         return []
     environ["GOMP_SPINCOUNT"] = SHORT_SPIN
     return [f"note: other work keeps {busy:.1f} of {len(cores)} cores busy, so threads waiting for one another go to sleep sooner"]
+
+
+def _first_number(text: str) -> int:
+    """Of a list with commas, as OMP_NUM_THREADS may be for nested parallelism; 0 if it is none."""
+    first = text.split(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def ticks_busy(cores) -> int:

@@ -39,19 +39,24 @@ def test_ticks_are_those_of_the_cores_that_were_asked_for_and_no_idle_ones(tmp_p
     assert spinning.ticks_busy({0}) == 0
 
 
-@pytest.mark.parametrize("ticks, note", [
-    (0, None), (4, None), (10, "note: other work keeps 1.0 of 2 cores busy, so threads waiting for one another go to sleep sooner"),
+@pytest.mark.parametrize("cores, threads, variable, ticks, note", [
+    (2, 0, None, 0, None), (2, 0, None, 4, None), (2, 0, None, 10, "1.0 of 2"), (2, 8, None, 10, "1.0 of 2"),
+    (4, 2, None, 20, None), (4, 3, None, 20, "2.0 of 4"), (4, 0, "2", 20, None), (4, 0, "3,1", 20, "2.0 of 4"),
+    (4, 0, "many", 10, "1.0 of 4"), (4, 3, "2", 20, "2.0 of 4"), (4, 1, None, 40, None), (4, 0, "1", 40, None),
 ])  # fmt: skip
-def test_threads_sleep_soon_from_half_a_core_on(monkeypatch, ticks, note):
-    """Of a tenth of a second, by a clock that says so, in hundredths."""
+def test_threads_sleep_soon_from_half_a_core_on_that_others_take_of_theirs(monkeypatch, cores, threads, variable, ticks, note):
+    """Of a tenth of a second, by a clock that says so, in hundredths. One thread waits for no other."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(spinning, "within_quota", lambda n: n)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    readings, clock, environ = iter((1000, 1000 + ticks)), iter((5.0, 5.1)), {}
+    readings, clock = iter((1000, 1000 + ticks)), iter((5.0, 5.1))
+    before = {"OMP_NUM_THREADS": variable} if variable else {}
     monkeypatch.setattr(spinning, "ticks_busy", lambda cores: next(readings))
     monkeypatch.setattr(spinning.time, "monotonic", lambda: next(clock))
-    assert spinning.sleep_soon_where_busy(environ) == ([note] if note else [])
-    assert environ == ({"GOMP_SPINCOUNT": "3000"} if note else {})
+    said = f"note: other work keeps {note} cores busy, so threads waiting for one another go to sleep sooner"
+    assert spinning.sleep_soon_where_busy(threads, environ := dict(before)) == ([said] if note else [])
+    assert environ == (before | {"GOMP_SPINCOUNT": "3000"} if note else before)
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
@@ -59,7 +64,7 @@ def test_who_has_said_how_threads_wait_is_not_contradicted(monkeypatch, name):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(spinning, "ticks_busy", lambda cores: pytest.fail("nobody asks"))
     environ = {name: "anything"}
-    assert spinning.sleep_soon_where_busy(environ) == [] and environ == {name: "anything"}
+    assert spinning.sleep_soon_where_busy(2, environ) == [] and environ == {name: "anything"}
 
 
 def test_a_program_among_others_says_so_and_openmp_hears_it(tmp_path):
@@ -68,7 +73,8 @@ def test_a_program_among_others_says_so_and_openmp_hears_it(tmp_path):
         "import sys; sys.path.insert(0, sys.argv[1]); from llmc.spinning import sleep_soon_where_busy; "
         "print(*sleep_soon_where_busy(), flush=True); import torch"
     )
-    env = {name: value for name, value in os.environ.items() if name not in spinning.WAITING} | {"OMP_DISPLAY_ENV": "verbose"}
+    decides = spinning.WAITING | {"OMP_NUM_THREADS"}
+    env = {name: value for name, value in os.environ.items() if name not in decides} | {"OMP_DISPLAY_ENV": "verbose"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with burning(2 * len(os.sched_getaffinity(0))):
         program = subprocess.Popen([sys.executable, "-c", code, REPO], env=env, **pipes)
