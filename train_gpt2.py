@@ -193,8 +193,8 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         )
     place = find_place(s)
     prepare_torch(place)
-    threads_wait = place.num_processes == 1 and s.threads != 1 and likely_device_kind(s.device) == "cpu"
-    notes = sleep_soon_where_busy() if threads_wait else []
+    alone_on_cpu = place.num_processes == 1 and likely_device_kind(s.device) == "cpu"
+    notes = sleep_soon_where_busy(s.threads) if alone_on_cpu else []
     world = meet_world(place, s.timeout)
     if world.rank > 0:
         sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # rank 0 speaks for all
@@ -723,7 +723,8 @@ def end_run(run: Run, clock: StepClock, step: int):
     run.checkpoints.complete()
     if run.checkpoints.unproven is not None or run.loss_outliers.lost:
         prove_last(run, step)
-    print(f"total average iteration time: {clock.average_ms:f} ms")
+    if clock.average_ms is not None:
+        print(f"total average iteration time: {clock.average_ms:f} ms")
     peak_bytes = run.record.end(step, clock.average_ms, run.total_batch_size)
     print(f"peak memory: {peak_bytes // MIB} MiB more than before the model was made, {run.plan.total_bytes // MIB} MiB planned")
     run.log.close()

@@ -39,9 +39,9 @@ class StepClock:
         return dt
 
     @property
-    def average_ms(self) -> float:
-        """Mean time of a step."""
-        return self._total / max(1, self._counted) * 1e3
+    def average_ms(self) -> float | None:
+        """Mean time of a step; None before any step counts."""
+        return self._total / self._counted * 1e3 if self._counted > 0 else None
 
     @property
     def _counted(self) -> int:

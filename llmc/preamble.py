@@ -11,6 +11,7 @@ from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
 from llmc.memory.scratch_sizes import head_chunk_rows
 from llmc.memory.tables import num_parameters
+from llmc.request import training_data
 from llmc.units import MIB
 
 
@@ -24,7 +25,7 @@ def print_settings(s: Settings, total_batch_size: int):
     print(table_rule())
     print_rows({"Parameter": "Value"})
     print_rows({
-        "train data pattern": s.val_data if s.overfit_single_batch else s.train_data, "val data pattern": s.val_data,
+        "train data pattern": training_data(s)[0], "val data pattern": s.val_data,
         "output log dir": s.output_dir or "NULL", "checkpoint_every": s.checkpoint_every, "resume": s.resume,
         "micro batch size B": s.batch_size, "sequence length T": s.sequence_length, "total batch size": total_batch_size,
         "LR scheduler": s.lr_scheduler, "learning rate (LR)": s.learning_rate, "warmup iterations": s.warmup_steps,

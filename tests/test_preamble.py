@@ -232,7 +232,7 @@ def test_the_table_says_whether_there_are_master_weights(capsys, flags, said):
 
 
 def test_the_table_names_the_data_that_are_trained_on(capsys):
-    for flags, pattern in (("-i train -j val", "train"), ("-i train -j val -a 1", "val")):
+    for flags, pattern in (("-i train -j val", "train"), ("-i train -j val -a 1", "val"), ("-i train -j val -x 0", "val")):
         print_settings(parse(flags.split()), 4096)
         table = rows(capsys.readouterr().out)
         assert (table["train data pattern"], table["val data pattern"], table["total batch size"]) == (pattern, "val", "4096")

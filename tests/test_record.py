@@ -47,6 +47,11 @@ def test_a_phase_counts_when_it_first_ends(record, tmp_path):
         assert [row["step"] for row in written(tmp_path)["measured"]] == [0]
 
 
+def test_a_run_of_no_counted_step_has_no_speed(record, tmp_path):
+    record(100).end(1, None, 1000)
+    assert written(tmp_path)["speed"] is None
+
+
 @pytest.mark.parametrize("begins", ["first step", "end"])
 def test_nothing_is_written_before_the_run_has_trained_or_ends(record, tmp_path, begins):
     """An earlier run's record stays when a resume is refused."""

@@ -67,9 +67,9 @@ class MemoryRecord:
             raise UserError(f"{self._path} is a directory; expected a file, or nothing, where the memory record is written: move it away")
         self._failed = failed
 
-    def end(self, step: int, average_step_ms: float, tokens_per_step: int) -> int:
-        """The run is over: record its speed and its last peak. Returns the peak as the excess over `baseline_bytes`."""
-        if average_step_ms > 0:
+    def end(self, step: int, average_step_ms: float | None, tokens_per_step: int) -> int:
+        """The run is over: record its speed, if known, and its last peak. Returns the peak as the excess over `baseline_bytes`."""
+        if average_step_ms:
             self._measured["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
         self.phase("end", step)
         return self._peak - self._baseline
