@@ -572,15 +572,22 @@ def loop(run: Run):
         if run.checkpoints.due(step, last, stopping):
             between_steps(run, clock, launched, checkpoint, step)
             launched = None
-        if stopping and step == 0 and not run.model.sharing.anybody(stop.lost_output is not None):
-            end_on_failure(run)
-            interrupted = Interrupted(stop.number or signal.SIGTERM)  # nothing is trained that a checkpoint could keep
-            end_alike(run, interrupted, interrupted.code)
+        if stopping and step == 0:
+            end_untrained(run)
         if last or stopping:
             break
         launched = step_ahead(run, clock, step, launched)
     finish_step(run, clock, launched)
     end_run(run, clock, step)
+
+
+def end_untrained(run: Run):
+    """Asked to stop before the first step, so a checkpoint has nothing to keep: end as at start-up, by a signal or an error. A run whose
+    output was lost ends as it does after any step."""
+    if not run.model.sharing.anybody(run.stop.lost_output is not None):
+        end_on_failure(run)
+        interrupted = Interrupted(run.stop.number or signal.SIGTERM)
+        end_alike(run, interrupted, interrupted.code)
 
 
 def between_steps(run: Run, clock: StepClock, launched: LaunchedStep | None, act: Callable[[Run, int], None], step: int):
