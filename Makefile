@@ -4,6 +4,7 @@
 # make test-gpu   the tests that need a CUDA device, kernels compiled for it
 # make gpu-check  those tests, every kernel, training steps and torch.compile beside them, as one report
 # make bench      a training step against plain PyTorch, time and memory
+# make lint       ruff: names that nobody defines or uses, and the form of every file
 #
 # Everything is installed into .venv. With an NVIDIA GPU pip takes the newest torch; without one a fixed version, so that an index
 # or folder of CPU wheels that pip knows of is used. make TORCH=... decides otherwise.
@@ -25,7 +26,7 @@ demo   := -e d6 -b 8 -t 64 -x 700 -l 5e-4 -u 30 -q 0.1 -c 0.1 -v 100 -m 20 -s 35
 # tests that start ranks, or are about nothing else
 ranks  := async_checkpoint failure group parts_program place ranks remainder rendezvous tensor_parallel traffic watch zero
 
-.PHONY: train test test-dist test-gpu gpu-check bench clean
+.PHONY: train test test-dist test-gpu lint gpu-check bench clean
 
 train: $(VENV)/installed $(data)/stdlib_train.bin
 	$(python) train_gpt2.py -i $(data)/stdlib_train.bin -j $(data)/stdlib_val.bin $(demo) -o log_demo
@@ -42,6 +43,10 @@ test-dist: $(VENV)/installed-test
 
 test-gpu: $(VENV)/installed-test
 	$(python) -m pytest -m "gpu or kernels"
+
+lint: $(VENV)/installed-lint
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
 
 # with whatever torch, triton, numpy and pytest there is: a GPU machine may have no package index
 gpu-check:
@@ -67,6 +72,11 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-test: $(VENV)/installed
 	$(pip) pytest "pytest-xdist>=3.7" transformers safetensors pyarrow matplotlib "triton>=3.6"
 	$(compile)
+	touch $@
+
+# of one minor version: the next may want other forms
+$(VENV)/installed-lint: $(VENV)/installed
+	$(pip) "ruff==0.17.*"
 	touch $@
 
 clean:

@@ -255,6 +255,17 @@ def test_the_program_s_first_lines_name_every_module_and_those_of_a_package_its_
         assert modules - set(re.findall(r"\w+", " ".join(rows))) == set(), folder
 
 
+def test_the_page_on_changes_names_places_that_there_are():
+    """Every file and folder, and every name in one of the files beside it."""
+    items = (REPO / "llmc/README.md").read_text(encoding="utf-8").partition("## To change it")[2].split("\n- ")[1:]
+    assert len(items) == 4
+    for item in items:
+        paths = re.findall(r"`([\w/]+(?:\.py|/))`", item)
+        assert [path for path in paths if not (REPO / "llmc" / path).exists()] == []
+        text = "".join((REPO / "llmc" / path).read_text(encoding="utf-8") for path in paths if path.endswith(".py"))
+        assert [name for name in re.findall(r"`(\w+)`", item) if not re.search(rf"\b{name}\b", text)] == [], item
+
+
 def test_readme_lists_the_flags_of_the_table():
     text = (REPO / "README.md").read_text(encoding="utf-8")
     assert text.count("<!-- flags -->") == text.count("<!-- /flags -->") == 1, (
