@@ -311,20 +311,22 @@ def check_contradictions(settings: Settings) -> None:
 
 
 def format_help(width: int = 100) -> str:
-    """The text of --help: the groups in two columns, `width` characters wide where there is room for them."""
+    """The text of --help: the groups in two columns, `width` characters wide where there is room for them. Where a flag's names reach into
+    the second, what it means begins below them."""
     from textwrap import TextWrapper, fill
 
     lines = ["usage: python train_gpt2.py [-xx value | --long value | --switch] ...", "",
              fill("Trains GPT-2 with llm.c's flags and files. Defaults in brackets; the last of repeated options wins.",
                   max(width, 60))]  # fmt: skip
-    column = 2 + max(len(_usage(flag)) for flag in FLAGS)
+    column = 32  # as wide as the longest names it would leave 31 of 80 characters
     wrapper = TextWrapper(max(width, column + 24), initial_indent=" " * column, subsequent_indent=" " * column)
     wrapper.wordsep_re = compile(r"(\s+)|(?<=/)")  # a long path breaks between its folders, not in a name
     for group, flags in GROUPS.items():
         lines += ["", group]
         for flag in flags:
             text = wrapper.fill(f"{flag.help} {_shown_default(flag)}".rstrip())
-            lines.append(_usage(flag) + text[len(_usage(flag)) :])
+            usage = _usage(flag)
+            lines += [usage + text[len(usage) :]] if len(usage) + 2 <= column else [usage, text]
     lines += ["", "exit codes", *(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items())]
     lines += ["", "examples (the data they read: python scripts/prepare_tinyshakespeare.py)"]
     for what, arguments in EXAMPLES:

@@ -228,9 +228,12 @@ def test_flags_that_go_together_are_not_refused(line):
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_help_names_every_flag_and_keeps_to_the_width(width):
+    """What a flag means is beside its names, or below names that are too long for the first column."""
     text = format_help(width)
     for flag in FLAGS:
-        assert f"  {', '.join(flag.names)} {flag.value}".rstrip() in text
+        names = f"  {', '.join(flag.names)} {flag.value}".rstrip()
+        begin = (f"{names:<32}" if len(names) <= 30 else f"{names}\n{'':32}") + flag.help.split()[0]
+        assert f"\n{begin}" in text, names
     listed = text[text.index("\nfiles\n") : text.index("\nexamples ")]
     assert max(map(len, listed.splitlines())) <= max(width, 80)
 
