@@ -350,10 +350,12 @@ def _usage(flag: Flag) -> str:
     return f"  {', '.join(flag.names)} {flag.value}".rstrip()
 
 
-# flags of llm.c's train_gpt2.py, as its scripts have them: whose names are not near to ours, and which have nothing to ask for here
-OF_TRAIN_GPT2_PY = {
+# flags of llm.c's train_gpt2.py, as its scripts have them, and of other trainers: whose names are not near to ours, and which have nothing
+# to ask for here
+ELSEWHERE = {
     "--input_bin": "--train-data", "--input_val_bin": "--val-data", "--num_iterations": "--max-steps", "--warmup_iters": "--warmup-steps",
     "--learning_rate_decay_frac": "--final-lr-fraction", "--dtype": "--precision", "--tensorcores": "--tf32", "--flash": "--attention",
+    "--lr": "--learning-rate",
 }  # fmt: skip
 NOT_NEEDED = {
     "--grad_clip": "gradients are always clipped to a norm of 1, as llm.c clips them",
@@ -378,9 +380,10 @@ def _find(word: str, previous: Flag | None) -> tuple[Flag, str | None]:
 
     if name in NOT_NEEDED:
         raise UserError(f"unknown flag {name}: {NOT_NEEDED[name]}; leave it out")
-    near = [OF_TRAIN_GPT2_PY[name]] if name in OF_TRAIN_GPT2_PY else get_close_matches(name, BY_NAME, 3, 0.5)
-    if len(name) <= 3:
-        near.sort(key=lambda known: known[:2] != name[:2])  # -lr is nearer to -l than to -r
+    meant, known = name.lower(), BY_NAME
+    if len(letters := meant.strip("-")) <= 2:  # half of it is like almost any short name: that must begin alike
+        known = [other for other in BY_NAME if other.strip("-")[0] == letters[:1]]
+    near = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(meant, known, 1, 0.5)
     raise UserError(f"unknown flag {name}: " + (f"did you mean {near[0]}? " if near else "") + "--help lists them all")
 
 

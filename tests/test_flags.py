@@ -16,7 +16,7 @@ import pytest
 import train_gpt2
 from llmc.errors import UserError
 from llmc.flags import (
-    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, OF_TRAIN_GPT2_PY, Settings, check_contradictions, flag_table_markdown, format_help, parse,
+    BY_NAME, EXAMPLES, EXIT_CODES, FLAGS, ELSEWHERE, Settings, check_contradictions, flag_table_markdown, format_help, parse,
 )  # fmt: skip
 from llmc.memory.ladder import NOT_KEPT
 
@@ -180,7 +180,15 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["-o=log"], "-o=log: only a long flag takes its value after =; use -o log"),
         (["-x=10", "-b", "4"], "-x=10: only a long flag takes its value after =; use -x 10"),
         (["-lr", "1e-3"], "did you mean -l?"),
-        (["-B", "4"], "unknown flag -B"),
+        (["--lr", "1e-3"], "unknown flag --lr: did you mean --learning-rate?"),
+        (["-B", "4"], "unknown flag -B: did you mean -b?"),
+        (["-GE", "1"], "unknown flag -GE: did you mean -ge?"),
+        (["--t", "64"], "unknown flag --t: did you mean -t?"),
+        (["-O", "log"], "unknown flag -O: did you mean -o?"),
+        (["-bs", "4"], "unknown flag -bs: did you mean -b?"),
+        (["--bs", "4"], "unknown flag --bs: did you mean -b?"),
+        (["-9"], "unknown flag -9: --help lists them all"),  # half of it is in every short name, and no flag begins with it
+        (["--"], "unknown flag --: --help lists them all"),
         (["--zzzzzzzzzz"], "unknown flag --zzzzzzzzzz: --help lists them all"),
         (["--model-", "d12"], "did you mean --model?"),  # no abbreviations, no near misses taken
         (["--mod", "d12"], "unknown flag --mod"),
@@ -391,5 +399,5 @@ def test_a_finished_run_is_not_started_again(tmp_path):
     assert run_script("run_gpt2_124M.sh", tmp_path, "exit 1") == (0, 0)
 
 
-def test_flags_of_llm_c_s_other_trainer_are_told_by_names_that_there_are():
-    assert OF_TRAIN_GPT2_PY.keys().isdisjoint(BY_NAME) and set(OF_TRAIN_GPT2_PY.values()) <= BY_NAME.keys()
+def test_flags_of_other_trainers_are_told_by_names_that_there_are():
+    assert ELSEWHERE.keys().isdisjoint(BY_NAME) and set(ELSEWHERE.values()) <= BY_NAME.keys()
