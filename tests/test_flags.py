@@ -114,6 +114,7 @@ def test_every_spelling_reads_the_same_value(name, text, value):
 
 def test_a_value_after_an_equals_sign_may_be_a_flag_s_name():
     assert parse(["--output-dir=-s", "--prompt=--help"]) == Settings(output_dir="-s", prompt="--help")
+    assert parse(["--prompt=-e=mc2"]) == Settings(prompt="-e=mc2")
 
 
 def test_a_command_line_written_for_llmc_runs_unchanged():
@@ -166,6 +167,7 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["-b"], "-b (--batch-size) needs a value, auto, or a whole number of 1 or more, but the command line ends there"),
         (["-o", "-y", "1"], "-o (--output-dir) needs a value, DIR, but the flag -y follows"),
         (["-o", "--seed=3"], "-o (--output-dir) needs a value, DIR, but the flag --seed=3 follows"),
+        (["--prompt", "-e=mc2"], "but the flag -e=mc2 follows; for a text that reads like a flag: --prompt=TEXT"),
         (["-b="], "-b=: only a long flag takes its value after =; use -b B"),
         (["-h"], "--help"),  # who types -h alone wants help, which it is not
         (["-i", "a_1.bin", "a_2.bin"], "unexpected 'a_2.bin' after -i (--train-data)"),  # a pattern the shell has expanded
