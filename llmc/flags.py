@@ -130,7 +130,9 @@ GROUPS = {
         Flag(("-c",), "weight-decay", float, 0.0, "RATE", "decoupled weight decay of the six matrices", at_least=0),
         Flag(("-sl",), "skip-loss-z", float, 0.0, "Z",
              "skip updates whose loss is this many standard deviations above the mean, or no finite number; 0 never skips", at_least=0),
-        Flag(("-sg",), "skip-grad-z", float, 0.0, "Z", "the same for the gradient norm", at_least=0),
+        Flag(("-sg",), "skip-grad-z", float, 0.0, "Z",
+             "skip updates whose gradient norm is this many standard deviations above the mean, or no finite number; 0 never skips",
+             at_least=0),
     ),
     "evaluation": (
         Flag(("-v",), "val-loss-every", int, 20, "STEPS", "validate this often and at the end; 0 means never",
@@ -138,10 +140,10 @@ GROUPS = {
         Flag(("-m",), "val-max-steps", int, 20, "BATCHES", "validation batches to average; -1: the whole split", at_least=1, also=(-1,),
              hint="to never validate use -v 0"),
         Flag(("-s",), "sample-every", int, 20, "STEPS", f"print generated text this often and at the end; {NEVER}", at_least=0, also=(-1,)),
-        Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of that text, its end-of-text start included", at_least=0),
-        Flag((), "prompt", str, "", "TEXT", "what that text goes on from; needs the tokenizer, and counts for -g",
+        Flag(("-g",), "sample-length", int, 64, "TOKENS", "length of a sample, its end-of-text start included", at_least=0),
+        Flag((), "prompt", str, "", "TEXT", "text that samples go on from; needs the tokenizer; its tokens count for -g",
              hint="for a text that reads like a flag: --prompt=TEXT"),
-        Flag((), "temperature", float, 1.0, "T", "of that text: below 1 likely tokens are likelier still, 0 takes the likeliest each time",
+        Flag((), "temperature", float, 1.0, "T", "of samples: below 1 favours likely tokens, 0 always takes the likeliest",
              at_least=0),
         _on_off(("-h",), "hellaswag", 0, "score HellaSwag at the end, and whenever -v validates, except at the start",
            hint="-h is HellaSwag as in llm.c, the list of flags is --help"),
@@ -188,7 +190,8 @@ GROUPS = {
         Flag((), "ranks", int, 0, "COUNT", "processes to plan for, up to thousands; 0: those of -pn", at_least=0, at_most=2**31 - 1),
         Flag((), "link", float, 0.0, "GBITS", "Gbit/s at which a rank sends to other machines, such as 400, for the plan's times; "
              "0: unknown", at_least=0),
-        Flag((), "node-link", float, 0.0, "GBITS", "the same inside a machine, between its -pg neighbours; 0: as --link", at_least=0),
+        Flag((), "node-link", float, 0.0, "GBITS", "Gbit/s at which a rank sends to its -pg neighbours inside a machine; 0: as --link",
+             at_least=0),
     ),
     "several processes": (
         _on_off((), "reduce-every-micro-step", 1, "sum gradients over processes after each micro-step, as -z 2 and 3 must, so that all "
@@ -214,7 +217,7 @@ GROUPS = {
                 "type of weights and activations; auto follows the model file and the device"),
         Flag((), "hellaswag-data", str, "dev/data/hellaswag/hellaswag_val.bin", "FILE", "the examples -h 1 scores"),
         Flag((), "tokenizer", str, "", "FILE",
-             "tokens as text, for samples; empty looks for gpt2_tokenizer.bin here and beside the data"),
+             "the file that turns samples' tokens into text; empty looks for gpt2_tokenizer.bin here and beside the data"),
         _choice((), "cuda-graph", "auto", ("0", "1", "auto"),
                 "run steps and evaluations as CUDA graphs, on a CPU as recorded lists of calls; auto does where it can"),
         Flag(

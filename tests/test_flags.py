@@ -248,6 +248,11 @@ def test_help_names_every_flag_and_keeps_to_the_width(width):
     assert max(map(len, listed.splitlines())) <= max(width, 80)
 
 
+def test_what_a_flag_means_is_said_without_the_line_above():
+    """As in --help | grep."""
+    assert [flag.title for flag in FLAGS if re.search(r"^the same |\bthat text\b", flag.help)] == []
+
+
 @pytest.mark.parametrize("what,arguments", EXAMPLES)
 def test_examples_of_the_help_are_accepted(what, arguments):
     check_contradictions(parse(shlex.split(arguments)))
