@@ -159,6 +159,13 @@ class Budget:
     reserve: float = 0.0
 
     @property
+    def origin(self) -> str:
+        """Where it comes from, for a sentence that has told how much it is."""
+        if self.card:
+            return f"{self.name}, less {CONTEXT_MIB} MiB that CUDA takes"
+        return self.name if self.reserve else f"--memory-budget {self.name}"
+
+    @property
     def auto_bytes(self) -> int:
         return int(self.bytes * (1 - self.reserve))
 

@@ -170,8 +170,8 @@ def open_run(words):
     o, needed = run.plan.options, run.plan.total_bytes
     if needed > run.budget.bytes:
         raise UserError(
-            f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {ceil_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB, "
-            f"{run.budget.name}; use a smaller -b or a higher -r (train_gpt2.py --plan says what fits)"
+            f"the plan of -b {o.B} -t {o.T} -r {o.recompute} needs {ceil_mib(needed)} MiB, and there are {run.budget.bytes // MIB} MiB "
+            f"({run.budget.origin}); use a smaller -b or a higher -r (train_gpt2.py --plan says what fits)"
         )
     check_host_memory(run.plan, run.host_bytes)
     return run

@@ -438,7 +438,7 @@ def test_a_plan_beyond_memory_is_exit_code_3_before_allocating(case):
     path.write_bytes(header(20240520, 1, HUGE))
     os.truncate(path, 1024 + 2 * HUGE)
     argv = [*inputs(case), "-i", path, "-b 3000000 -t 64 -x 1", QUIET]
-    ways = does_not_fit(case, argv, "the plan needs", "MiB, free on ")
+    ways = does_not_fit(case, argv, "the plan needs", "MiB (free on ")
     assert ways and all(flags.startswith("-b ") and " -d 192000000" in flags for flags in ways)
     assert int(run(*argv).err.split("the plan needs ")[1].split()[0]) > 10**6
     assert "total" in ran(*argv, "--plan"), "asking for the plan is no error"
@@ -447,11 +447,11 @@ def test_a_plan_beyond_memory_is_exit_code_3_before_allocating(case):
 def test_a_model_beyond_memory_is_exit_code_3(case):
     """No flag but a smaller model helps: the parameters alone are 333 GB or more."""
     argv = ["-e gpt3:c12288 -b 1 -t 16 -x 1 -i", case / "train_01.bin", QUIET, "-o", case / "new"]
-    assert not does_not_fit(case, argv, "the plan needs", "MiB, free on ")
+    assert not does_not_fit(case, argv, "the plan needs", "MiB (free on ")
 
 
-@pytest.mark.parametrize("level,words", [("-r 0", "MiB, and there are 6 MiB, 6MiB"),
-                                         ("-r 5", "MiB, and there are 6 MiB, 6MiB"),
+@pytest.mark.parametrize("level,words", [("-r 0", "MiB, and there are 6 MiB (--memory-budget 6MiB)"),
+                                         ("-r 5", "MiB, and there are 6 MiB (--memory-budget 6MiB)"),
                                          ("-r auto", "no recompute level fits -b 32 -t 64 in 6 MiB: -r 6 still needs ")])  # fmt: skip
 def test_each_way_to_fit_a_budget_trains_as_many_tokens_a_step(case, level, words):
     """64 sequences in two micro-steps do not fit 6 MiB; what is advised then does."""

@@ -371,11 +371,11 @@ def test_what_cannot_be_done_is_one_sentence(words, sentence, monkeypatch):
 
 
 @pytest.mark.parametrize("words, sentence", [
-    ([], rf"the plan of -b 4 -t {T} -r 0 needs \d+ MiB, and there are 0 MiB, a test; use a smaller -b or a higher -r"),
+    ([], rf"the plan of -b 4 -t {T} -r 0 needs \d+ MiB, and there are 0 MiB \(free in a test\); use a smaller -b or a higher -r"),
     (["-r", "auto"], f"no recompute level fits -b 4 -t {T} in 0 MiB: .*; use a smaller -e, -b or -t"),
 ])  # fmt: skip
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_allocated(words, sentence, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "run_budget", lambda s, backend, world: Budget(1000, "a test"))
+    monkeypatch.setattr(train_gpt2, "run_budget", lambda s, backend, world: Budget(1000, "free in a test", reserve=0.02))
     monkeypatch.setattr(profile, "profile_step", lambda *args: pytest.fail("it began"))
     with pytest.raises(UserError, match=sentence):
         profile.main([*SMALL, *words])

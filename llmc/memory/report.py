@@ -284,4 +284,4 @@ def ways_text(options: PlanOptions, budget_bytes: int, grad_accum_steps: int) ->
 
 def does_not_fit(plan: Plan, budget: Budget) -> str:
     """The sentence for a plan that is larger than the budget."""
-    return f"the plan needs {ceil_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB, {budget.name}"
+    return f"the plan needs {ceil_mib(plan.total_bytes)} MiB, and there are {budget.bytes // MIB} MiB ({budget.origin})"
