@@ -245,6 +245,14 @@ def test_a_baseline_on_the_command_line_is_drawn(matplotlib, tmp_path, monkeypat
     assert BASELINE in drawn(loss) and not drawn(accuracy) and not accuracy.get_legend()
 
 
+def test_readme_says_what_the_baseline_is():
+    """Beside the command that draws it."""
+    text = (REPO / "README.md").read_text(encoding="utf-8").partition("## Reproduce GPT-2 124M")[2].partition("\n## ")[0]
+    loss, accuracy = (plot_log.BASELINES["d12"][series]["GPT-2 124M"] for series in ("val", "accuracy"))
+    assert f"OpenAI's GPT-2 124M, which has a loss of {loss:.3f}" in text and f"an accuracy of {accuracy:.3f} on HellaSwag" in text
+    assert "python scripts/plot_log.py log_gpt2_124M --baseline d12" in text
+
+
 def test_the_best_hellaswag_accuracy_is_told():
     log = Log("a", EMPTY | {"loss": {0: 1.0}, "accuracy": {0: 0.25, 5: math.nan, 10: 0.3125, 15: 0.3}})
     expected = "a: 1 steps, last train loss 1.0000, no validation loss, best HellaSwag accuracy 0.3125 at step 10, no tok/s"
