@@ -225,7 +225,10 @@ GROUPS = {
             "other initial weights, order of the data, rounding and samples; 0: llm.c's, 65535: the last. A resumed run keeps its own",
             at_least=0, at_most=65535,
         ),
-        Flag((), "threads", int, 0, "COUNT", "CPU threads; 0: one per physical core that this process may use", at_least=0, at_most=1024),
+        Flag(
+            (), "threads", int, 0, "COUNT", "CPU threads; 0: OMP_NUM_THREADS, else one per physical core that this process may use",
+            at_least=0, at_most=1024,
+        ),
         Flag((), "help", bool, False, "", "print this and exit"),
         Flag((), "version", bool, False, "", "print the version and exit"),
     ),
