@@ -185,8 +185,12 @@ def settle_auto(
     """
     if "auto" not in (s.batch_size, s.recompute):
         return s, []
+    sequences = None  # of a step, on each rank, which -b must divide
+    if s.batch_size == "auto" and s.total_batch_size != -1:
+        sequences = micro_steps(replace(s, batch_size=1), world)
     if s.batch_size == "auto" and source.resume_step is not None:
-        if written := read_number(extra_path(s.output_dir, source.resume_step, 0), "B", BY_NAME["-b"]):
+        written = read_number(extra_path(s.output_dir, source.resume_step, 0), "B", BY_NAME["-b"])
+        if written and (sequences is None or sequences % written == 0):
             reason = f"-b auto takes -b {written}: the checkpoint's, in which its place in the data is counted"
             return replace(s, batch_size=written), [reason]
     if budget is None:
@@ -194,7 +198,6 @@ def settle_auto(
     if s.recompute == "auto":
         level, reason = choose_recompute(options, budget.auto_bytes, micro_steps(s, world))
         return replace(s, recompute=level), [f"-r auto takes {reason} ({budget.auto_name})"]
-    sequences = None if s.total_batch_size == -1 else micro_steps(replace(s, batch_size=1), world)
     most = None if inputs_at_most is None else inputs_at_most() // (s.sequence_length * data_ranks(s, world))
     B, reason = choose_batch(options, budget.auto_bytes, sequences, most)
     return replace(s, batch_size=B), [f"-b auto takes {reason} ({budget.auto_name})"]
