@@ -568,13 +568,12 @@ def loop(run: Run):
             if is_due(run, step, last) and not stop.agreed:
                 between_steps(run, clock, launched, evaluate, step)
                 launched = None
-        stopping = stop.agreed  # a run stops only after a checkpoint that knew of it
-        if run.checkpoints.due(step, last, stopping):
+        if stop.agreed and step == 0:
+            end_untrained(run)
+        if run.checkpoints.due(step, last, stop.agreed):
             between_steps(run, clock, launched, checkpoint, step)
             launched = None
-        if stopping and step == 0:
-            end_untrained(run)
-        if last or stopping:
+        if last or stop.agreed:
             break
         launched = step_ahead(run, clock, step, launched)
     finish_step(run, clock, launched)

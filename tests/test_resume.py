@@ -39,7 +39,7 @@ from test_loop import QUIET, inputs, losses, ran, run, words_of
 import train_gpt2
 from llmc import interrupt as interrupt_module
 from llmc.backend import Backend
-from llmc.checkpoint import snapshot
+from llmc.checkpoint import keeper, snapshot
 from llmc.gpt2 import GPT2
 from llmc.interrupt import StopRequest
 from llmc.memory.tables import num_parameters
@@ -278,6 +278,13 @@ def test_b_auto_takes_what_fits_where_the_checkpoint_names_no_batch(case, tmp_pa
     assert said not in ran(*argv, "-b auto -y 1 --plan --memory-budget 1GiB")
 
 
+def test_b_auto_takes_what_fits_where_the_checkpoint_s_batch_does_not_divide_a_step(case, tmp_path):
+    argv = [*inputs(case), SMALL, QUIET, "-o", tmp_path]
+    ran(*argv, "-x 3 -n 3")
+    for d, said in ((128, "-b auto takes -b 2: "), (256, "-b auto takes -b 4: the checkpoint's")):
+        assert said in ran(*argv, "-x 4 -b auto -y 1 -d", d)
+
+
 def test_r_auto_goes_on_at_any_level_with_the_same_bytes(case, tmp_path):
     """Stopped at -r 0, and resumed in a budget that only the last level fits."""
     argv = [*inputs(case), SMALL, "-x 6 -n 3 -v 3 -m 2 -s 0"]
@@ -364,6 +371,19 @@ def test_overfitting_one_batch_resumes_too(case, tmp_path):
     ran(*argv, "-o", resumed, "-y 1")
     assert_same_end(resumed, straight, 6)
     assert len(files_of(straight, 6)["state_00000006_00000.bin"]) == 1024 + 3 * 4 * N
+
+
+@pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
+def test_a_signal_while_a_checkpoint_is_written_stops_with_that_one(case, tmp_path, monkeypatch, writing):
+    begin = keeper.begin_snapshot
+
+    def signalled(*args):
+        signal.raise_signal(signal.SIGTERM)
+        begin(*args)
+
+    monkeypatch.setattr(keeper, "begin_snapshot", signalled)
+    out = ran(*inputs(case), "-b 4 -t 32 -x 9 -n 2", QUIET, writing, "-o", tmp_path)
+    assert len(losses(out)) == 2 and steps_in(tmp_path) == [2] and out.endswith(f"; step 2 is kept in {tmp_path}: -y 1 goes on there\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
