@@ -4,7 +4,7 @@ Allocation, checkpoint order, the update, the memory log and the tests all walk 
 letters, resolved against the sizes of one run:
 
     B micro-batch   T sequence length   C channels   NH heads   L layers   V, Vp vocabulary and padded vocabulary
-    maxT longest sequence the model knows
+    maxT longest sequence the model knows   Tp T as the attention in use pads its row statistics: a letter of scratch_sizes.py
 
 With tensor parallelism a rank has a part of some of these, in small letters:
 
