@@ -20,6 +20,16 @@ NOT_KEPT = dict(enumerate(accumulate((
     ("atty", "lse", "residual2", "ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd"), ("residual3",),
 ))))  # fmt: skip
 
+# stages that are done in one pass where they follow each other: the numbers are the same, and memory is read only once
+IN_ONE_PASS = {
+    ("ln1_statistics", "ln1"): "ln1_forward",
+    ("attproj", "ln2_statistics", "ln2"): "attproj_ln2",
+    ("gelu_backward", "gelu"): "gelu_backward_and_again",
+}
+# -ge -> further such passes: GELU, and its gradient, inside the matmul before it
+_GELU, _GRADIENT = {("fc", "gelu"): "fc_gelu"}, {("fcproj_dinput", "gelu_backward"): "fcproj_dinput_gelu"}
+IN_ONE_MATMUL = {0: {}, 1: _GELU, 2: _GELU | _GRADIENT, 3: _GRADIENT}
+
 WRITER = {name: stage for stage in FORWARD_STAGES for name in stage.writes}
 
 
@@ -152,17 +162,6 @@ def stage_line(level) -> tuple[str, ...]:
         "encoder", *(s.name for s in FORWARD_STAGES), "lnf", "head", "lnf_backward", *again,
         *("backward: " + s.name for s in backward_schedule(level)), "encoder_backward", "update", "sample",
     )  # fmt: skip
-
-
-# stages that are done in one pass where they follow each other: the numbers are the same, and memory is read only once
-IN_ONE_PASS = {
-    ("ln1_statistics", "ln1"): "ln1_forward",
-    ("attproj", "ln2_statistics", "ln2"): "attproj_ln2",
-    ("gelu_backward", "gelu"): "gelu_backward_and_again",
-}
-# -ge -> further such passes: GELU, and its gradient, inside the matmul before it
-_GELU, _GRADIENT = {("fc", "gelu"): "fc_gelu"}, {("fcproj_dinput", "gelu_backward"): "fcproj_dinput_gelu"}
-IN_ONE_MATMUL = {0: {}, 1: _GELU, 2: _GELU | _GRADIENT, 3: _GRADIENT}
 
 
 def passes(stages, gelu_fusion: int = 0) -> tuple[str, ...]:
