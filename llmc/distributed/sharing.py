@@ -23,17 +23,12 @@ class OneRank:
     rank, size = 0, 1
     division = Undivided()
     stops = 0.0  # how many ranks said with the last norm that they were asked to stop
-    _wants_to_stop, _checkpoints_written = False, 0
+    written_by_all = 0  # how many checkpoints every rank has wholly written
 
     def tell_with_norm(self, *, wants_to_stop: bool, checkpoints_written: int):
         """What this rank tells the others together with its next norm: whether it was asked to stop, and how many checkpoints it has wholly
         written."""
-        self._wants_to_stop, self._checkpoints_written = wants_to_stop, checkpoints_written
-
-    @property
-    def written_by_all(self):
-        """How many checkpoints every rank has wholly written."""
-        return self._checkpoints_written
+        self.written_by_all = checkpoints_written
 
     def moved(self):
         """Say that something long still goes on, so that nobody takes it for a hang."""
