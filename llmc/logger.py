@@ -119,13 +119,12 @@ def is_of_training(path: str | Path) -> bool:
 
 def format_step_line(
     step: int, total_steps: int, *, loss: float, loss_z: float, norm: float, norm_z: float,
-    lr: float, dt_ms: float, mfu: float | None, tokens_per_s: float,
+    lr: float, dt_ms: float, mfu: float, tokens_per_s: float,
 ) -> str:  # fmt: skip
-    """What is printed after step `step` (from 0; printed from 1). mfu is a fraction, None if the peak is unknown (llm.c: -100.0%)."""
-    mfu_text = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+    """What is printed after step `step` (from 0; printed from 1). mfu is a fraction."""
     return (
         f"step {step + 1:4d}/{total_steps} | loss {loss:7.6f} ({loss_z:+.2f}z)| norm {norm:6.4f} ({norm_z:+.2f}z)"
-        f"| lr {lr:.2e} | {dt_ms:.2f} ms | {mfu_text} bf16 MFU | {tokens_per_s:.0f} tok/s"
+        f"| lr {lr:.2e} | {dt_ms:.2f} ms | {100 * mfu:.1f}% bf16 MFU | {tokens_per_s:.0f} tok/s"
     )
 
 

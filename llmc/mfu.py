@@ -34,9 +34,9 @@ def flops_per_token(num_parameters: int, L: int, C: int, T: int) -> int:
     return 6 * num_parameters + 6 * L * C * T
 
 
-def model_flops_utilization(flops_per_token: int, tokens: int, dt_s: float, peak_tflops: float | None) -> float | None:
-    """The share of the peak, 0 to 1, that one device reaches with `tokens` in dt_s seconds; None if the peak is unknown."""
-    return flops_per_token * tokens / dt_s / (peak_tflops * 1e12) if peak_tflops else None
+def model_flops_utilization(flops_per_token: int, tokens: int, dt_s: float, peak_tflops: float) -> float:
+    """The share of the peak, 0 to 1, that one device reaches with `tokens` in dt_s seconds."""
+    return flops_per_token * tokens / dt_s / (peak_tflops * 1e12)
 
 
 def _words(name: str) -> list[str]:

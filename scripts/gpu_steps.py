@@ -241,7 +241,7 @@ def speed(run, config, B, T, ms) -> dict:
     """tokens/s and model FLOPs utilization of a step."""
     flops = flops_per_token(num_parameters(config), config.num_layers, config.channels, T)
     peak = promised_tflops(run.backend.name, "bf16") if run.cuda else None
-    return {"tokens/s": B * T / ms * 1e3, "MFU": model_flops_utilization(flops, B * T, ms / 1e3, peak)}
+    return {"tokens/s": B * T / ms * 1e3, "MFU": peak and model_flops_utilization(flops, B * T, ms / 1e3, peak)}
 
 
 def step_row(run, label, config, B, T, **forms) -> dict:

@@ -84,7 +84,6 @@ def test_flops_of_gpt2_124m():
 
 def test_utilization_is_a_share_of_the_peak():
     assert model_flops_utilization(10**9, tokens=500_000, dt_s=2.0, peak_tflops=1000.0) == pytest.approx(0.25)
-    assert model_flops_utilization(10**9, tokens=500_000, dt_s=2.0, peak_tflops=None) is None
 
 
 def test_the_matmul_of_which_mfu_is_a_share_multiplies_random_numbers():
