@@ -117,7 +117,7 @@ def settle_kernels_of(s: Settings, backend) -> tuple[Settings, list[str]]:
 
 def settle_graphs(s: Settings, o: PlanOptions) -> bool:
     """Whether steps run as graphs: CUDA's, on a CPU lists of calls. Raises UserError where --cuda-graph 1 cannot be honoured."""
-    why_not, kernels = "", "triton" if o.device == "cuda" else "numba"
+    why_not, kernels = "", OWN_KERNELS[o.device]
     if o.kernels != kernels:
         why_not = f"torch's operators ask the host for numbers in the middle of a step; use --kernels {kernels}"
     elif widens(o):
