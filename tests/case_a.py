@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from llmc.checkpoint.snapshot import await_all, begin_snapshot
-from llmc.checkpoint.state_file import read_facts, tensor_names, tensor_offset
+from llmc.checkpoint.state_file import read_facts, tensor_offset
 from llmc.checkpoint.store import mark_done
 from llmc.checkpoint.writer import Writer
 from llmc.config import ModelConfig
 from llmc.data.resume import Continued
 from llmc.data.walk import LoaderState
-from llmc.memory.tables import PARAMETERS, resolve, sizes_of
+from llmc.memory.tables import PARAMETERS, resolve, sizes_of, state_tensors
 
 CONFIG = ModelConfig(max_seq_len=64, vocab_size=96, num_layers=3, num_heads=4, channels=64, padded_vocab_size=128)
 SHARD_TOKENS = {"val.bin": 2000, "train_01.bin": 5000, "train_02.bin": 3333}
@@ -98,7 +98,7 @@ def restore(loader, state):
 def read_state(path, num_parameters):
     """A state file's facts, and its tensors by name, (num_parameters,) fp32."""
     state = read_facts(path, num_parameters)
-    names = tensor_names(state.use_master_weights)
+    names = state_tensors(state.use_master_weights)
     return state, {name: np.fromfile(path, "<f4", num_parameters, offset=tensor_offset(name, num_parameters)) for name in names}
 
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from llmc.checkpoint.extra_file import Extra, read_extra
 from llmc.checkpoint.state_file import (
-    NUM_PROCESSES, STEP, USE_MASTER_WEIGHTS, TrainingState, has_master, read_facts, read_state_header, tensor_names, tensor_offset,
+    NUM_PROCESSES, STEP, USE_MASTER_WEIGHTS, TrainingState, has_master, read_facts, read_state_header, tensor_offset,
 )  # fmt: skip
 from llmc.checkpoint.store import extra_path, state_path
 from llmc.config import ModelConfig
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.files import Numbers
 from llmc.memory.layout import flat_layout
-from llmc.memory.tables import num_parameters
+from llmc.memory.tables import num_parameters, state_tensors
 
 # entries of the header in which all files of a checkpoint must agree
 AGREED = {"the number of processes": NUM_PROCESSES, "whether there are master weights, 0 no, 1 yes": USE_MASTER_WEIGHTS}
@@ -82,7 +82,7 @@ class SavedState:
 
         Files are read, not mapped: a map's pages count as the process's own memory once they are touched.
         """
-        assert name in tensor_names(self.use_master_weights) and 0 <= at and 0 <= n and at + n <= self._layers[-1][1]
+        assert name in state_tensors(self.use_master_weights) and 0 <= at and 0 <= n and at + n <= self._layers[-1][1]
         if not self.sharded:
             return self._read_file(name, 0, at, n)
         out, filled = np.empty(n, np.float32), 0
@@ -134,6 +134,6 @@ def read_whole_or_shard(path, num_processes: int, whole: int, layers: np.ndarray
             errors.append(error)
     as_whole, as_shard = errors
     if like is None:
-        last = tensor_names(has_master(path))[-1]
+        last = state_tensors(has_master(path))[-1]
         like = os.path.getsize(path) < tensor_offset(last, whole) + 4 * whole
     raise as_shard if like else as_whole

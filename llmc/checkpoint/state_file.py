@@ -14,6 +14,7 @@ from llmc.checkpoint.model_file import adding_up_to
 from llmc.data.walk import LoaderState
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
 from llmc.files import HEADER_BYTES, STATE_MAGIC, check_size, get_uint64, new_header, put_uint64, read_header, write_atomically
+from llmc.memory.tables import state_tensors
 from llmc.rand import STATE_STRUCT
 
 STATE_VERSION = 1
@@ -36,11 +37,6 @@ class TrainingState:
     loader: LoaderState
 
 
-def tensor_names(use_master_weights: bool) -> tuple[str, ...]:
-    """The tensors of a state file, in file order."""
-    return ("m", "v", "master") if use_master_weights else ("m", "v")
-
-
 def write_state(path, state: TrainingState, tensors, num_parameters: int) -> None:
     """Write a state file, whole or not at all.
 
@@ -55,7 +51,7 @@ def write_state(path, state: TrainingState, tensors, num_parameters: int) -> Non
     put_uint64(header, RNG_STATE_LAST_UPDATE, state.rng_state_last_update)
     put_uint64(header, SHARD_IDX, loader.current_shard_idx)
     put_uint64(header, SAMPLE_IDX, loader.current_sample_idx)
-    tensors = adding_up_to(tensors, 4 * num_parameters * len(tensor_names(state.use_master_weights)))
+    tensors = adding_up_to(tensors, 4 * num_parameters * len(state_tensors(state.use_master_weights)))
     write_atomically(path, chain([header], tensors, loader_pieces(loader)), doing="writing the state")
 
 
@@ -109,7 +105,7 @@ def read_state_header(path, rank: int | None = None) -> np.ndarray:
 
 def tensor_offset(name: str, num_parameters: int) -> int:
     """The byte at which m, v or the master begins in a state file with num_parameters elements of each."""
-    return HEADER_BYTES + 4 * num_parameters * tensor_names(True).index(name)
+    return HEADER_BYTES + 4 * num_parameters * state_tensors(True).index(name)
 
 
 def read_facts(path, num_parameters: int) -> TrainingState:
@@ -119,7 +115,7 @@ def read_facts(path, num_parameters: int) -> TrainingState:
     Raises UserError for a missing, damaged or foreign file.
     """
     header = read_state_header(path)
-    names = tensor_names(bool(header[USE_MASTER_WEIGHTS]))
+    names = state_tensors(bool(header[USE_MASTER_WEIGHTS]))
     tensors_end = HEADER_BYTES + 4 * num_parameters * len(names)
     return TrainingState(
         step=int(header[STEP]),

@@ -7,7 +7,7 @@ from math import gcd, prod
 from llmc.config import ModelConfig
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.layout import divides
-from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, layer_shapes, num_parameters, sizes_of
+from llmc.memory.tables import DTYPE_BYTES, PARAMETERS, layer_shapes, num_parameters, sizes_of, state_tensors
 from llmc.memory.tuning import ALIGNMENT, FP8_MULTIPLE
 
 MOST_HEAD_CHANNELS = 128  # the most that Triton's attention takes
@@ -112,8 +112,8 @@ class PlanOptions:
 
     @property
     def state_tensors(self) -> tuple[str, ...]:
-        """What a checkpoint's state files hold: m, v and, unless there is none, the fp32 master; fp32 weights are their own master."""
-        return ("m", "v") if self.master == "none" else ("m", "v", "master")
+        """What a checkpoint's state files hold; fp32 weights are their own master."""
+        return state_tensors(self.master != "none")
 
     @property
     def checkpoint_file_bytes(self) -> int:

@@ -108,6 +108,11 @@ def num_parameters(config: ModelConfig, parts: int = 1) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config, parts).values())
 
 
+def state_tensors(master: bool) -> tuple[str, ...]:
+    """What a checkpoint's state files hold, in file order: m, v and, unless there is none, the fp32 master."""
+    return ("m", "v", "master") if master else ("m", "v")
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """A tensor of one block. "act" is the run's precision; statistics stay fp32 whatever the precision."""
