@@ -31,7 +31,7 @@ SWEEPS = {
     "gelu_forward": (("gelu", "ELEMENTS", (1024, 2048, 4096, 8192)),),
     "gelu_backward_inplace": (("gelu", "TILE_ROWS", TILE_ROWS), ("gelu", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
     "pack_gradients": (("attention", "TILE_ROWS", TILE_ROWS), ("attention", "TILE_COLUMNS", TILE_COLUMNS), PARTIALS),
-    "matmul_dbias": (("columns", "TILE_ROWS", TILE_ROWS), ("columns", "TILE_COLUMNS", TILE_COLUMNS)),
+    "matmul_dbias": (("columns", "SUM_TILE_ROWS", TILE_ROWS), ("columns", "SUM_TILE_COLUMNS", TILE_COLUMNS)),
     # first nothing fetched ahead, as before, two programs to a multiprocessor of sm90; then fewer threads, with two, three and four
     "fused_classifier_inplace": ((
         "fused_classifier", ("BLOCK", "AHEAD", "WARPS"),

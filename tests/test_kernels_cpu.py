@@ -39,7 +39,7 @@ from llmc.kernels_cpu.functions import numba_attention, numba_operations
 from llmc.layers.functions import cpu_attention, torch_operations
 from llmc.memory.options import PlanOptions
 from llmc.memory.plan import Plan
-from llmc.memory.tuning import MATMUL_ROWS, TILE_DEPTH, TILE_ROWS
+from llmc.memory.tuning import MATMUL_ROWS, NUMBA_TILE_ROWS, TILE_DEPTH
 from llmc.operations import matmul_operations, other_matmuls
 from llmc.rehearsal import TINY, _compile, compile_kernels, rehearse
 from oracle import assert_as_good_as_eager
@@ -527,7 +527,7 @@ from llmc.kernels_cpu.packing import pack_left, pack_right
 from llmc.kernels_cpu.tiles import (
     LANES, LARGE, MULTIPLIES_PAIRS, MULTIPLIES_TILES, block_tile_of, close_tiles, multiply, open_tiles, whole_depth,
 )
-from llmc.memory.tuning import TILE_ROWS
+from llmc.memory.tuning import NUMBA_TILE_ROWS
 
 
 @door.njit
@@ -565,7 +565,7 @@ sums = torch.full((2 * matmul.PANEL, matmul.PANEL), torch.nan)
 kinds = (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)
 for dtype, factors in kinds if str(LARGE) != sys.argv[1] else ():  # elsewhere other tests are of the same code
     out = torch.full((9, 131), torch.nan, dtype=dtype)
-    panels = torch.full((2, matmul.DEPTH, matmul.PANEL + TILE_ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
+    panels = torch.full((2, matmul.DEPTH, matmul.PANEL + NUMBA_TILE_ROWS, 4 // factors.itemsize), torch.nan, dtype=factors)
     room = {"matmul_panels": panels, "matmul_sums": sums, "matmul_packed": panels[0].clone()}
     matmul.matmul_forward(out, inp.to(dtype), weight.to(dtype), scratch=room)
     assert torch.equal(out, (inp @ weight.t()).to(dtype)), (dtype, factors)
@@ -620,7 +620,7 @@ kinds = pytest.mark.parametrize(  # of numbers, of factors, and of gradients
 def matmul_room(factors, workers=3, sums=1024, packed=1 << 20, filled=nan):
     each = 4 // factors.itemsize
     return {
-        "matmul_panels": torch.full((workers, matmul.DEPTH, matmul.PANEL + TILE_ROWS, each), filled, dtype=factors),
+        "matmul_panels": torch.full((workers, matmul.DEPTH, matmul.PANEL + NUMBA_TILE_ROWS, each), filled, dtype=factors),
         "matmul_sums": torch.full((workers * sums, matmul.PANEL), filled),
         "matmul_packed": torch.full((packed, each), filled, dtype=factors),
     }
@@ -778,7 +778,7 @@ LARGE, OF_AVX2 = tiles.Tile(8, 48, 1), tiles.Tile(4, 24, 1)  # of Intel's proces
 @pytest.mark.parametrize("rooms", [1, 2, 6, 64])
 def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
     """All that is kept at once: a part of the left factor, a panel of the right one, and sums. Parts are as few as that allows."""
-    panels, sums, block = rooms * matmul.DEPTH * (matmul.PANEL + TILE_ROWS), rooms * MATMUL_ROWS * matmul.PANEL, matmul.BLOCK
+    panels, sums, block = rooms * matmul.DEPTH * (matmul.PANEL + NUMBA_TILE_ROWS), rooms * MATMUL_ROWS * matmul.PANEL, matmul.BLOCK
     for K, M, N, workers, where in itertools.product(
         (1, 32, 33, 768, 4096, 50304), (1, 769, 50304), (1, 31, 768, 3072, 50304), range(1, rooms + 1), range(3)
     ):

@@ -15,7 +15,7 @@ from llmc.staging import stage_chunks
 # elements of a program, several working sets, so that it seldom looks for its tensor and that one's numbers; and of a working set, 8 to a
 # thread: 16 bytes of bf16, a load as wide as there is. gpu_check.py --tune tries others of the second
 CHUNK, ELEMENTS = 8192, 1024
-ALIGNMENT = 16  # elements: if every tensor and layer starts at a multiple of it, loads are as wide as they can be
+ALIGNED_ELEMENTS = 16  # if every tensor and layer starts at a multiple of it, loads are as wide as they can be
 # where the fp32 master is: the weights themselves, a copy, the bits that they lack, nowhere
 WEIGHTS, COPY, BITS, NONE = (tl.constexpr(x) for x in range(4))
 BLOCK, COLUMNS = tl.constexpr(ROUNDING_BLOCK), tl.constexpr(UPDATE_COLUMNS)
@@ -103,9 +103,9 @@ def launch_adamw_update(flat, staged, scratch):
     params = flat["parameters"]
     in_fp32 = params.element_size() == 4
     form = WEIGHTS if in_fp32 else COPY if "master" in flat else BITS if "master_bits" in flat else NONE
-    aligned = not (layout[:, 1:3] % ALIGNMENT).any()
+    aligned = not (layout[:, 1:3] % ALIGNED_ELEMENTS).any()
     door.launch(
         _adamw, (programs,), params, flat["gradients"], flat["m"], flat["v"], flat.get("master", params), flat.get("master_bits", params),
         scratch["update_layout"], scratch["update_numbers"], scratch["grad_norm"], GRADIENT_CLIP,
-        TENSORS=len(layout), MASTER=form.value, ALIGNMENT=ALIGNMENT if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
+        TENSORS=len(layout), MASTER=form.value, ALIGNMENT=ALIGNED_ELEMENTS if aligned else 1, CHUNK=CHUNK, ELEMENTS=ELEMENTS, num_warps=4,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from llmc.kernels_cpu.door import (
     AMX_FEATURES, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, emit_fetch, for_range, get_or_insert_function, global_constant,
     intrinsic, ir, place_of, processor_features, shared, types,
 )  # fmt: skip
-from llmc.memory.tuning import TILE_ROWS
+from llmc.memory.tuning import NUMBA_TILE_ROWS
 
 PROCESSOR = processor_features()
 LANES = 16 if "avx512f" in PROCESSOR else 8 if "avx" in PROCESSOR else 4
@@ -46,7 +46,7 @@ MULTIPLIES_TILES = AMX_FEATURES <= PROCESSOR
 BYTE, INT64 = ir.IntType(8), ir.IntType(64)
 # with vectors, 16 totals where there are 32 registers, as with AVX-512 and on Arm, else 8, so that totals and the factors in use all stay
 # in registers. Its sizes divide those of attention's blocks, which stay in the L1 cache
-SMALL = Tile(TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2) * LANES, 1)
+SMALL = Tile(NUMBA_TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2) * LANES, 1)
 # In a matmul the right matrix is read from the L2 cache again for each tile, and Intel's cores multiply faster than it arrives: two cores
 # of Granite Rapids reached 0.26 TFLOP/s in fp32 with tiles of 4 x 64, 0.30 with 8 x 32, 0.33 with 8 x 48, and with factors prefetched
 # some rows ahead 0.29, 0.34 and 0.35. On a Zen 4, whose steps with 4 x 64 run at nine tenths of the peak, d12's matmuls took 0.96 to 1.04
@@ -56,7 +56,7 @@ SMALL = Tile(TILE_ROWS, (4 if LANES == 16 or platform.machine() in ("aarch64", "
 if LANES == 16 and "avx512fp16" in PROCESSOR:
     LARGE, AHEAD = Tile(8, 3 * LANES, 1), 8  # AHEAD: rows of the right matrix that are prefetched ahead
 elif LANES == 8:
-    LARGE, AHEAD = Tile(TILE_ROWS, 3 * LANES, 1), 0
+    LARGE, AHEAD = Tile(NUMBA_TILE_ROWS, 3 * LANES, 1), 0
 else:
     LARGE, AHEAD = SMALL, 0
 

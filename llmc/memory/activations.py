@@ -11,7 +11,7 @@ from llmc.memory.scratch_sizes import (
 from llmc.memory.slots import LAYER_SLOTS, offload_slot
 from llmc.memory.tables import BACKWARD_STAGES, BLOCK_ACTIVATIONS, BLOCK_GRADIENTS, DTYPE_BYTES, FORWARD_STAGES, PARAMETERS, resolve
 from llmc.memory.tuning import (
-    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, NUMBERS_OF_STEP, NUMBERS_OF_TENSOR, RANK_NUMBERS, TILE_ROWS, UPDATE_COLUMNS,
+    MATMUL_DEPTH, MATMUL_PANEL, MATMUL_WORKSPACE, NUMBA_TILE_ROWS, NUMBERS_OF_STEP, NUMBERS_OF_TENSOR, RANK_NUMBERS, UPDATE_COLUMNS,
 )  # fmt: skip
 
 STEP = ("encoder", "encoder_backward")
@@ -105,7 +105,7 @@ def _working_rows(o: PlanOptions):
     if widens(o):  # Rw rows of both factors of fc's weight gradient, the largest: C and 4C wide
         yield "widened", "scratch", "Rw 5C", "fp32", STEP if o.matmul == "widened" else backward
     if o.matmul == "numba":
-        yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL + TILE_ROWS} Nf", "factor", STEP
+        yield "matmul_panels", "scratch", f"Wm {MATMUL_DEPTH} {MATMUL_PANEL + NUMBA_TILE_ROWS} Nf", "factor", STEP
         yield "matmul_sums", "scratch", f"Rm {MATMUL_PANEL}", "fp32", STEP
         yield "matmul_packed", "scratch", "Pm Nf", "factor", STEP
     if o.matmul == "fp8":

@@ -9,7 +9,7 @@ ROUNDING_BLOCK = 512  # elements that share one row of the rounding noise; piece
 # sums over rows, and the global norm's, are fixed numbers of partial sums added in order: the same bits on any card
 COLUMN_PARTIALS, CPU_COLUMN_PARTIALS, NORM_PARTIALS = 256, 64, 1024
 # numba's kernels: rows of a small tile of a product, which has 64 columns at most; and how many bf16 numbers a tile of AMX adds up at once
-TILE_ROWS, TILE_DEPTH = 4, 32
+NUMBA_TILE_ROWS, TILE_DEPTH = 4, 32
 ATTENTION_ROWS = 64  # queries, or keys, that a program of Triton's attention handles
 ATTENTION_BLOCK = 64  # queries that numba's attention handles at once; keys, and channels of a head, are rounded up to it: whole tiles
 # numba's matmuls. At a time, a thread packs a panel of the right matrix, MATMUL_DEPTH factors (each an fp32 or two bf16) by MATMUL_PANEL
