@@ -1,9 +1,10 @@
-"""Which functions a model runs, torch's, cuBLASLt's or kernels of Triton or numba: the one place that decides."""
+"""Which functions a model runs, torch's, cuBLASLt's or kernels of Triton or numba: the one place that decides.
+
+Each kind is imported where it is chosen: train_gpt2.py imports this module before torch, and Triton or numba may not be installed.
+"""
 
 from functools import partial
 from types import SimpleNamespace
-
-from llmc.layers.functions import cpu_attention, in_halves, torch_operations
 
 
 def operations(kernels: str, matmul: str = "native", attention: str = "cpu", workspace=None) -> SimpleNamespace:
@@ -23,6 +24,8 @@ def operations(kernels: str, matmul: str = "native", attention: str = "cpu", wor
 
         functions = triton_operations()
     else:
+        from llmc.layers.functions import in_halves, torch_operations
+
         functions = torch_operations()
         functions |= in_halves(functions)
     matmuls = matmul_operations(matmul, kernels) | ({} if workspace is None else gelu_matmuls(workspace))
@@ -37,6 +40,8 @@ def attention_operations(kind: str, kernels: str, functions: dict) -> dict:
 
         return numba_attention()
     if kind == "cpu":
+        from llmc.layers.functions import cpu_attention
+
         return cpu_attention()
     if kind == "triton":
         from llmc.kernels.functions import triton_attention

@@ -2,18 +2,19 @@
 
 from functools import partial
 
+from llmc.layers.adamw import adamw_update
+from llmc.layers.attention import attention_backward, attention_forward
+from llmc.layers.attention_library import attention_one_row, pack_gradients
+from llmc.layers.encoder import encoder_backward, encoder_forward
+from llmc.layers.fused_classifier import fused_classifier_inplace
+from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
+from llmc.layers.global_norm import global_norm
+from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
+from llmc.layers.matmul import matmul_dbias
+
 
 def torch_operations() -> dict:
     """Name -> function, for the operations that also exist as kernels."""
-    from llmc.layers.adamw import adamw_update
-    from llmc.layers.attention_library import pack_gradients
-    from llmc.layers.encoder import encoder_backward, encoder_forward
-    from llmc.layers.fused_classifier import fused_classifier_inplace
-    from llmc.layers.gelu import gelu_backward_inplace, gelu_forward
-    from llmc.layers.global_norm import global_norm
-    from llmc.layers.layernorm import layernorm_backward, layernorm_forward, layernorm_normalize, residual_layernorm_forward
-    from llmc.layers.matmul import matmul_dbias
-
     functions = (
         encoder_forward, encoder_backward, layernorm_forward, residual_layernorm_forward, layernorm_normalize, layernorm_backward,
         gelu_forward, gelu_backward_inplace, pack_gradients, matmul_dbias, fused_classifier_inplace, global_norm, adamw_update,
@@ -23,9 +24,6 @@ def torch_operations() -> dict:
 
 def cpu_attention() -> dict:
     """Name -> function, for attention on a CPU; for one row it is torch's own kernel."""
-    from llmc.layers.attention import attention_backward, attention_forward
-    from llmc.layers.attention_library import attention_one_row
-
     functions = {f.__name__: f for f in (attention_forward, attention_backward)}
     return functions | {"attention_one_row": partial(attention_one_row, kind="cpu")}
 
