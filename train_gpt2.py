@@ -68,7 +68,7 @@ from llmc.rand import XorShift
 from llmc.refusals import check_gelu_fusion, check_host_memory, check_parts
 from llmc.request import data_ranks, host_budget, run_budget, settle_all, settle_kernels_of, shortest_shard, training_data
 from llmc.schedulers import learning_rate
-from llmc.source import Source, choose_precision, look_only, open_source
+from llmc.source import Source, choose_precision, find_source, look_only
 from llmc.spinning import sleep_soon_where_busy
 from llmc.units import MIB, ceil_mib
 
@@ -204,7 +204,7 @@ def open_run(s: Settings, until_end: ExitStack) -> Run:
         s = look_only(s)
         if s.output_dir and world.rank == 0:
             until_end.enter_context(held_folder(s.output_dir))  # before a checkpoint is looked for: another run may be writing one there
-        s, source = open_source(s)
+        s, source = find_source(s)
         weights = None
         if source.file and source.resume_step is None:
             weights = until_end.enter_context(open_weights(source.file, source.precision))
@@ -462,7 +462,7 @@ def open_checkpoint(run: Run):
     s, loader = run.settings, run.data.train_loader
     saved = SavedState(s.output_dir, run.resume_step, run.source.config)
     ranks = range(saved.num_processes)
-    states, extras = [saved.rank(r).loader for r in ranks], [saved.extra(r) for r in ranks]
+    states, extras = [saved.state_of(r).loader for r in ranks], [saved.extra_of(r) for r in ranks]
     try:
         loader.check_shuffle(states[0].should_shuffle)  # before the shards are compared: -a 1 trains on others
         continued = plan_resume(states, extras, geometry=loader.geometry, rank=loader.rank, shards=loader.shards)

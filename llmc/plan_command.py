@@ -15,7 +15,7 @@ from llmc.memory.report import does_not_fit, plan_json, plan_table, tensor_rows,
 from llmc.memory.traffic import Links
 from llmc.processor import likely_device_kind
 from llmc.request import settle_all, settle_kernels
-from llmc.source import choose_precision, look_only, open_source
+from llmc.source import choose_precision, find_source, look_only
 from llmc.units import MIB
 
 RUN_ITSELF = 165 * MIB  # host memory of torch, numba and the program, which a run has when it counts what is free, and --plan has not
@@ -24,7 +24,7 @@ RUN_ITSELF = 165 * MIB  # host memory of torch, numba and the program, which a r
 def plan_text(s: Settings) -> str:
     """What --plan prints. No device is touched, so auto means what this machine most likely has, or the card that was named."""
     check_contradictions(s)
-    s, source = open_source(look_only(s))
+    s, source = find_source(look_only(s))
     ranks = s.ranks or s.num_processes
     world = World(num_processes=ranks, num_local=min(ranks, s.gpus_per_node))
     budget = parse_budget(s.memory_budget) if s.memory_budget else None

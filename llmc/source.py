@@ -27,7 +27,7 @@ class Source:
     resume_step: int | None = None  # of the checkpoint that the file is of, where the run goes on
 
 
-def open_source(s: Settings) -> tuple[Settings, Source]:
+def find_source(s: Settings) -> tuple[Settings, Source]:
     """Find the model of a run, and refuse flags that do not go with it. Where that is a checkpoint to resume from, the settings have its
     seed. Raises UserError."""
     source = choose_model(s)

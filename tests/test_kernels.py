@@ -1079,7 +1079,7 @@ def test_a_checkpoint_of_a_model_with_kernels_gives_back_every_bit_and_changes_n
     other, other_loader = start()
     saved = SavedState(tmp_path, 1, config)
     load_snapshot(tmp_path, 1, other, saved)
-    restore(other_loader, saved.rank(0).loader)
+    restore(other_loader, saved.state_of(0).loader)
     assert state(other) == before
     train(model, loader, 2)
     train(other, other_loader, 2)

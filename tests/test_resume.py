@@ -882,14 +882,14 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(case, tmp_pa
 def test_a_checkpoint_is_looked_for_when_no_other_run_can_write_one_any_more(case, tmp_path, monkeypatch):
     argv = [*inputs(case), SMALL, QUIET, "-n 1 -nk 1 -o", tmp_path]
     ran(*argv, "-x 1")
-    opens, refused = train_gpt2.open_source, []
+    finds, refused = train_gpt2.find_source, []
 
     def late(settings):
         monkeypatch.undo()
         refused.append(run(*argv, "-x 3 -y 1").err)
-        return opens(settings)
+        return finds(settings)
 
-    monkeypatch.setattr(train_gpt2, "open_source", late)
+    monkeypatch.setattr(train_gpt2, "find_source", late)
     assert "resuming at step 1" in ran(*argv, "-x 4 -y 1") and len(refused) == 1
     assert f"{tmp_path} is being written by process {os.getpid()}" in refused[0]
 

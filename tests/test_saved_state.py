@@ -90,11 +90,11 @@ def test_every_rank_s_facts_are_its_own(tmp_path):
     write_checkpoint(tmp_path, 3, sharded=True)
     saved = SavedState(tmp_path, STEP, CONFIG)
     for rank in range(3):
-        state = saved.rank(rank)
+        state = saved.state_of(rank)
         assert (state.rank, state.rng_state, state.rng_state_last_update) == (rank, 1000 + rank, 2000 + rank)
-        assert state.loader.shard_num_samples == 5 + rank and saved.extra(rank) == Extra({}, {}, B=4, T=rank + 1)
+        assert state.loader.shard_num_samples == 5 + rank and saved.extra_of(rank) == Extra({}, {}, B=4, T=rank + 1)
     extra_path(tmp_path, STEP, 1).unlink()
-    assert saved.extra(1) == NO_FILE
+    assert saved.extra_of(1) == NO_FILE
 
 
 def test_layers_are_what_zero_cuts():

@@ -69,11 +69,11 @@ class SavedState:
                 f"so {RESUME_FROM_ANOTHER}"
             )
 
-    def rank(self, rank: int) -> TrainingState:
+    def state_of(self, rank: int) -> TrainingState:
         """That rank's TrainingState, its loader's place included."""
         return self._states[rank]
 
-    def extra(self, rank: int) -> Extra:
+    def extra_of(self, rank: int) -> Extra:
         """That rank's extra file. Raises UserError when it is damaged."""
         return read_extra(extra_path(self.folder, self.step, rank))
 

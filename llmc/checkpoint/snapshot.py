@@ -109,8 +109,8 @@ def load_snapshot(folder, step, model, saved):
     weights from the master, which the checkpoint must then have (source.check_precision). Raises UserError for damaged files, and for a
     model file that is not the one written with the state.
     """
-    check_model_file(model_path(folder, step), saved.extra(0).model, extra_path(folder, step, 0))
-    state, options, path = saved.rank(0), model.plan.options, state_path(folder, step, 0)
+    check_model_file(model_path(folder, step), saved.extra_of(0).model, extra_path(folder, step, 0))
+    state, options, path = saved.state_of(0), model.plan.options, state_path(folder, step, 0)
     _, written_in = read_model_header(model_path(folder, step))
     converts, master_weights = written_in != options.precision, "master" in options.state_tensors
     if converts:
