@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from llmc.data.evals import EvalLoader
     from llmc.data.loader import TokenLoader
     from llmc.data.tokenizer import Tokenizer
-    from llmc.distributed.group import Group
+    from llmc.distributed.group import Groups
     from llmc.gpt2 import GPT2
 
 LESS_AFTER_FAILURE = 0.9  # ways to fit are then sought in this share of the plan that should have fitted and did not
@@ -143,7 +143,7 @@ class Run:
     # open_run: what was asked, and what follows from it
     settings: Settings
     world: World
-    groups: "tuple[Group, Group, Group] | None"  # of ranks, as split_world has them; None for one process
+    groups: "Groups | None"  # None for one process
     backend: Backend
     source: Source
     weights: Numbers | None  # those of a model file to start from, open since it was found, as a run that has written it may delete it

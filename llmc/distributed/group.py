@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,15 +13,23 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def split_world(rank: int, size: int, parts: int, timeout_s: float) -> tuple["Group", "Group", "Group"]:
-    """The three groups of this rank: the ranks with the same part of the model, those with the same data, and all ranks.
+class Groups(NamedTuple):
+    """The groups of a rank: of the ranks with the same part of the model, of those with the same data, and of all ranks."""
+
+    same_part: "Group"
+    same_data: "Group"
+    everyone: "Group"
+
+
+def split_world(rank: int, size: int, parts: int, timeout_s: float) -> Groups:
+    """The groups of this rank.
 
     The parts of one model are neighbouring ranks. Every rank must make every group, in this order. timeout_s is for collectives of the
     first two; the group of all ranks has the one that it was made with.
     """
     everyone, copies = Group(rank, size), size // parts
     if parts == 1:
-        return everyone, Group(0, 1), everyone
+        return Groups(everyone, Group(0, 1), everyone)
 
     def new_group(ranks):
         return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)) if copies > 1 else None
@@ -28,7 +37,7 @@ def split_world(rank: int, size: int, parts: int, timeout_s: float) -> tuple["Gr
     same_data = [new_group(range(c * parts, (c + 1) * parts)) for c in range(copies)]
     same_part = [new_group(range(p, size, parts)) for p in range(parts)]
     copy, part = divmod(rank, parts)
-    return Group(copy, copies, same_part[part]), Group(part, parts, same_data[copy]), everyone
+    return Groups(Group(copy, copies, same_part[part]), Group(part, parts, same_data[copy]), everyone)
 
 
 class Done:

@@ -172,8 +172,8 @@ def connect_world(world: World, device_kind: str, timeout_s: float) -> None:
 
 
 def connect_groups(world: World, device_kind: str, timeout_s: float, copies: int):
-    """The three groups of split_world, connected; None for one process. copies: of the whole model, the same on all ranks, which divides
-    their number. Raises UserError where a library finds no memory for them."""
+    """The Groups of this rank, connected; None for one process. copies: of the whole model, the same on all ranks, which divides their
+    number. Raises UserError where a library finds no memory for them."""
     if world.num_processes == 1:
         return None
     from llmc.distributed.group import split_world
