@@ -146,7 +146,7 @@ class Run:
     groups: "Groups | None"  # None for one process
     backend: Backend
     source: Source
-    weights: Numbers | None  # those of a model file to start from, open since it was found, as a run that has written it may delete it
+    weights: Numbers | None  # the model file to start from, open since it was found: the run that wrote it may delete it meanwhile
     plan: Plan
     graphs: bool  # whether steps run as such
     budget: Budget  # device memory for the plan
@@ -339,7 +339,7 @@ def print_data(run: Run):
 
 
 def validation_notes(data: Data):
-    """Lines about validation data that its losses may mislead about."""
+    """Notes on what may mislead in the validation loss."""
     if not data.val_loader:
         return
     from llmc.data.shards import first_tokens

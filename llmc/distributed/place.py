@@ -28,7 +28,8 @@ class Place:
     method   tcp: rank 0 listens at address:port. The others: rank 0 listens anywhere, and says where,
              fs: in a file in `folder`; agent: in the store of torchrun, which itself listens at address:port
     key      the launcher's name for this run; empty where there is none
-    parent   torchrun's process, where it started this one: nobody ends a rank, or starts it again, whose torchrun was killed
+    parent   process id of the torchrun that started this one, else 0. Once it is gone nobody would end this rank or start it again, so
+             the rank ends itself
     """
 
     rank: int = 0

@@ -3,9 +3,9 @@
 On CUDA these call cuBLAS or, with a bias, cuBLASLt and its epilogue. The gradient of a bias is summed by a pass that reads
 its rows anyway: see gelu, attention and layernorm.
 
-Without scratch factors are multiplied as they are. On a CPU bf16 factors may be widened, in scratch["widened"], fp32, of three elements or
-more: it takes pieces of them, and of sums that bf16 cannot hold. That is for fp32 gradients, which no matmul of torch on a CPU makes from
-bf16 factors; and for all matmuls on processors where bf16 is not faster than fp32. llmc/kernels_cpu/matmul.py has the same functions, which
+With scratch None, factors are multiplied as they are. With scratch["widened"] (fp32, three elements or more) bf16 factors are widened there
+piece by piece, and sums that bf16 cannot hold are taken there. Only a CPU needs that: for fp32 gradients, which torch's matmuls cannot make
+from bf16 factors on it, and for every matmul where bf16 is no faster than fp32. llmc/kernels_cpu/matmul.py has the same functions, which
 add up products of bf16 factors in fp32.
 """
 
