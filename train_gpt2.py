@@ -51,7 +51,7 @@ from llmc.errors import (
 from llmc.files import Numbers, digest_of
 from llmc.flags import Settings, check_contradictions, format_help, parse
 from llmc.gpu_info import device_line
-from llmc.interrupt import StopRequest
+from llmc.interrupt import StopRequest, early_sigint_kept
 from llmc.kernels_cpu.notice import told_when_compiling
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from llmc.memory.plan import Plan
@@ -93,21 +93,22 @@ def main(argv=None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
-        if settings.help:
-            print(format_help(shutil.get_terminal_size().columns), end="")
-        elif settings.version:
-            print(f"llmc {__version__}")
-        elif settings.plan:
-            print(plan_text(settings))
-        else:
-            stop = train(settings)
-            if stop.lost_output:
-                return tell_lost_output(stop.lost_output)
-            if stop.number == signal.SIGINT:
-                code = INTERRUPT_CODE
-        print(end="", flush=True)  # here, where a failure is ours to name
-        return code
+        with early_sigint_kept():
+            settings = parse(sys.argv[1:] if argv is None else argv)
+            if settings.help:
+                print(format_help(shutil.get_terminal_size().columns), end="")
+            elif settings.version:
+                print(f"llmc {__version__}")
+            elif settings.plan:
+                print(plan_text(settings))
+            else:
+                stop = train(settings)
+                if stop.lost_output:
+                    return tell_lost_output(stop.lost_output)
+                if stop.number == signal.SIGINT:
+                    code = INTERRUPT_CODE
+            print(end="", flush=True)  # here, where a failure is ours to name
+            return code
     except (UserError, KeyboardInterrupt, OSError) as error:
         return tell(error, on_interrupt="interrupted before the first step; no checkpoint has changed")
     except NotEnoughMemory as error:

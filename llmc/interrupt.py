@@ -1,5 +1,5 @@
 """The question that the loop asks between steps: should we stop? Reasons are SIGINT, SIGTERM, SIGHUP, output that can no longer be
-printed, data that cannot be trained on, and a log that cannot be written."""
+printed, data that cannot be trained on, and a log that cannot be written. And SIGINT before there is a loop."""
 
 import _thread
 import ctypes
@@ -7,13 +7,39 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from llmc.errors import LOST_OUTPUT, print_nothing_more
 
 # A SIGTERM this soon after the first signal is the same request: where a launcher and its processes are all signalled, as by Slurm at a
 # job's time limit or by systemd when it stops a service, the launcher passes it on to processes that have it already
 PASSED_ON_S = 5
+
+
+class EarlySigint:
+    """SIGINT's handler until a StopRequest takes over: it raises KeyboardInterrupt, as Python's own, and remembers that it did."""
+
+    def __init__(self):
+        self.came = False
+
+    def __call__(self, number, frame):
+        self.came = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def early_sigint_kept():
+    """See that SIGINT ends what is inside. Python prints an exception that is raised in a callback of ctypes or of the garbage collector,
+    and goes on: then a StopRequest raises it again. In a callback of LLVM it becomes another error, which here becomes KeyboardInterrupt."""
+    handler = EarlySigint()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a shell's background job, where it is ignored
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    except Exception as error:
+        if handler.came:
+            raise KeyboardInterrupt from error
+        raise
 
 
 class StopRequest:
@@ -30,6 +56,9 @@ class StopRequest:
     """
 
     def __init__(self, alone=True):
+        """Raises KeyboardInterrupt if an EarlySigint came and that was lost."""
+        if getattr(signal.getsignal(signal.SIGINT), "came", False):
+            raise KeyboardInterrupt
         self.requested = self.agreed = False
         self.number = self.lost_output = self.error = None
         self._alone = alone

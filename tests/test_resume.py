@@ -570,6 +570,52 @@ class Interrupted(io.RawIOBase):
         return len(content)
 
 
+def in_a_callback():
+    """SIGINT, of which Python prints the exception and goes on."""
+
+    def callback(phase, info):
+        if phase == "start":
+            signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(callback)
+    gc.collect()
+    gc.callbacks.remove(callback)
+
+
+def as_another_error():
+    """SIGINT in LLVM, as llvmlite tells it."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise RuntimeError("no compiled object yet for <Library '_multiply'>") from None
+
+
+@pytest.mark.parametrize("interrupted", [in_a_callback, as_another_error])
+def test_ctrl_c_before_the_first_step_is_not_lost(case, tmp_path, monkeypatch, interrupted):
+    build_model, printed = train_gpt2.build_model, []
+
+    def build(run):
+        interrupted()
+        build_model(run)
+
+    monkeypatch.setattr(train_gpt2, "build_model", build)
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest was started with
+    try:
+        done = run(*inputs(case), "-b 1 -t 8 -x 2 -n 1", QUIET, "-o", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.code, done.err) == (130, "interrupted before the first step; no checkpoint has changed\n")
+    assert not losses(done.out) and not steps_in(tmp_path)
+    assert [unraisable.exc_type for unraisable in printed] == [KeyboardInterrupt] * (interrupted is in_a_callback)
+
+
+def test_an_error_of_our_own_is_no_interrupt(case, monkeypatch):
+    monkeypatch.setattr(train_gpt2, "build_model", MagicMock(side_effect=RuntimeError("ours")))
+    with pytest.raises(RuntimeError, match="ours"):
+        run(*inputs(case), "-b 1 -t 8 -x 2", QUIET)
+
+
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_signal_inside_a_print_is_answered_all_the_same(capfd, monkeypatch, heard):
     """Also where nobody reads the answer any more."""
