@@ -55,7 +55,8 @@ def download(url: str, path: Path) -> Path:
 
 
 def input_files(given: Iterable[Path], suffixes: Iterable[str], tell: bool = False) -> list[Path]:
-    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, in any case, sorted.
+    """The files meant by paths of files and folders; a folder stands for all files below it with these suffixes, in any case, sorted. One
+    that is there by several paths is taken once, by the first.
 
     tell   print how many others are in folders, and of which kinds
     """
@@ -79,7 +80,10 @@ def input_files(given: Iterable[Path], suffixes: Iterable[str], tell: bool = Fal
     if tell and others:
         kinds = [ascii(kind)[1:-1] or "no suffix" for kind, _ in others.most_common(KINDS_TOLD)] + ["..."] * (len(others) > KINDS_TOLD)
         print(f"left out: {others.total()} file{'s' * (others.total() > 1)} of other kinds ({', '.join(kinds)})")
-    return files
+    once = {}
+    for path in files:
+        once.setdefault(_identity(path), path)
+    return list(once.values())
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -220,13 +224,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
 
 def text_field(record, field: str, place: str, remedy: str = "mend the file", absent: str | None = None) -> str:
     """record[field], a string. Raises UserError for anything else, with `place` and what to do: remedy, or `absent`, if that is given, for
-    an object without the field."""
+    an object without the field, and which may help too where it holds no text."""
     if not isinstance(record, dict):
         raise UserError(f'{place} has no field "{field}" but is {json_kind(record)}; {remedy}')
     if field not in record:
         raise UserError(f'{place} has no field "{field}" but the fields {", ".join(record)}; {absent or remedy}')
     if not isinstance(record[field], str):
-        raise UserError(f'{place}: field "{field}" holds {json_kind(record[field])}, expected text; {remedy}')
+        otherwise = f", or {absent}" if absent else ""
+        raise UserError(f'{place}: field "{field}" holds {json_kind(record[field])}, expected text; {remedy}{otherwise}')
     return record[field]
 
 

@@ -231,7 +231,10 @@ def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argp
     every = asked or VAL_EVERY
     there_are = sum(1 for _ in islice(documents(), every // 2 + 1))
     if there_are < 2:
-        raise UserError(f"--input holds {there_are or 'no'} document of text; expected two, one of them for validation, so give more text")
+        raise UserError(
+            f"--input holds {there_are or 'no'} document of text; expected two, one of them for validation, so give more text: "
+            "a text file is cut into documents of 8,192 to 16,384 characters"
+        )
     if asked and there_are <= every // 2:
         raise UserError(
             f"--input holds {there_are} documents of text, and 1 in {every} is for validation, number {every // 2 + 1} the first; "

@@ -8,8 +8,8 @@ A line of .jsonl or a row of .parquet is a document; any other text is cut, at b
 run goes on when the same command is given again.
 
 Below a folder, files and folders whose names begin with "." (.git, .venv) and __pycache__ are passed over, unless named themselves.
-Links to folders are followed, but no folder is taken twice, nor one that holds the folder given. How many files of other kinds are left
-out is printed.
+Links to folders are followed, but no folder or file is taken twice, nor a folder that holds the one given. How many files of other kinds
+are left out is printed.
 """
 
 import argparse

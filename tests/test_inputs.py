@@ -120,6 +120,15 @@ def test_what_is_hidden_or_python_s_own_below_a_folder_is_passed_over_unless_it_
     assert taken == ["a.txt", "b/d.txt", "i.j/k.txt", ".venv/e.py", "__pycache__/h.txt", "b/.c.txt"]
 
 
+def test_a_file_is_taken_once_by_the_first_of_its_paths(tmp_path):
+    """Or a document would be trained on and validated on."""
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "d.txt").symlink_to("a.txt")
+    given = [tmp_path / "b.txt", tmp_path, tmp_path / "d.txt", tmp_path / ".." / tmp_path.name / "b.txt"]
+    assert [path.name for path in inputs.input_files(given, inputs.TEXT_SUFFIXES)] == ["b.txt", "a.txt", "c.txt"]
+
+
 def test_links_to_folders_are_followed_and_no_folder_is_taken_twice(tmp_path):
     """Not by links in a circle, nor to what holds the folder; what is there by its own path has that path."""
     (tmp_path / "above.txt").touch()

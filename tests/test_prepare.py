@@ -261,8 +261,8 @@ def test_of_few_documents_one_is_for_validation(tmp_path, documents, validates):
 
 
 @pytest.mark.parametrize("documents, flags, told", [
-    (1, "", "^--input holds 1 document of text; expected two, one of them for validation, so give more text$"),
-    (1, "--val-every 2", "^--input holds 1 document of text; expected two, one of them for validation, so give more text$"),
+    (1, "", "^--input holds 1 document of text; expected two, one of them for validation, so give more text: a text file"),
+    (1, "--val-every 2", "^--input holds 1 document of text; expected two, one of them for validation, so give more text: a text file"),
     (10, "--val-every 20", "--input holds 10 documents of text, and 1 in 20 .* 11 the first; give more text, or a smaller --val-every$"),
 ])  # fmt: skip
 def test_too_few_documents_are_told_with_what_to_do(tmp_path, documents, flags, told):
@@ -297,8 +297,8 @@ def test_a_tokenizer_file_that_knows_more_than_the_new_tokens_stays(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b'\n\n{"body": "b", "n": 1}\n', 'a.jsonl:3 has no field "text" but the fields body, n; .*--jsonl-field'),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', 'a.jsonl:2 has no field "text" but the fields body; mend or remove this line$'),
-        ("a.jsonl", b'{"text": 3}\n', 'a.jsonl:1: field "text" holds a number, expected text; mend or remove this line$'),
-        ("a.jsonl", b'{"text": null}\n', 'a.jsonl:1: field "text" holds null, expected text; mend or remove this line$'),
+        ("a.jsonl", b'{"text": 3}\n', 'a.jsonl:1: field "text" holds a number, expected text; mend or remove this line, or name the one'),
+        ("a.jsonl", b'{"text": null}\n', 'a.jsonl:1: field "text" holds null, expected text; mend or remove this line, or name the one'),
         ("a.jsonl", b"[1]\n", 'a.jsonl:1 has no field "text" but is an array; mend or remove this line$'),
         (
             "a.jsonl",
@@ -317,7 +317,7 @@ def test_a_tokenizer_file_that_knows_more_than_the_new_tokens_stays(tmp_path):
         (
             "a.txt",
             b"",
-            "^--input holds no document of text; expected two, one of them for validation, so give more text$",
+            "^--input holds no document of text; expected two, one of them for validation, so give more text: a text file",
         ),
         ("a.doc", b"abc", "a.doc: expected a .txt or .md or .rst or .py or .jsonl or .parquet file"),
     ],
