@@ -232,18 +232,19 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
     (tmp_path / "DONE_00000009").unlink()
 
 
-@pytest.mark.parametrize("what", ["gone", "cannot be listed"])
+@pytest.mark.parametrize("what", ["a file", "cannot be listed"])
 def test_a_folder_that_fails_altogether_is_told_without_what_it_kept(keep, tmp_path, monkeypatch, what):
     """And with the error that was met first."""
     checkpoints = keep()
     write(checkpoints, 2)
     checkpoints.prove(2)
     (tmp_path / "state_00000004_00000.bin").mkdir()
-    if what == "gone":
+    if what == "a file":
         tmp_path.rename(tmp_path.with_name("moved"))
+        tmp_path.touch()
     else:
         monkeypatch.setattr("os.listdir", refused_by_the_disk)
-    with pytest.raises(UserError, match="(writing|removing) .* failed at ") as error:
+    with pytest.raises(UserError, match="(writing|making) .* failed at ") as error:
         write(checkpoints, 4)
     assert "kept" not in str(error.value)
 

@@ -374,6 +374,16 @@ def test_overfitting_one_batch_resumes_too(case, tmp_path):
 
 
 @pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
+def test_a_folder_that_is_removed_while_a_run_goes_on_is_made_again(case, tmp_path, writing):
+    """What was trained since is kept."""
+    folder = tmp_path / "a" / "b"
+    argv = [*inputs(case), "-b 4 -t 32 -n 2", QUIET, writing, "-o", folder]
+    ran(*argv, "-x 3", after_step=lambda done: done == 2 and shutil.rmtree(tmp_path / "a"))
+    assert steps_in(folder) == [2, 3]
+    assert "resuming at step 3" in ran(*argv, "-x 4 -y 1")
+
+
+@pytest.mark.parametrize("writing", ["", "--async-checkpoint 1"], ids=["written at once", "written beside"])
 def test_a_signal_while_a_checkpoint_is_written_stops_with_that_one(case, tmp_path, monkeypatch, writing):
     begin = keeper.begin_snapshot
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
 from llmc.checkpoint.whole_tensors import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
-from llmc.files import Numbers, digest_of
+from llmc.files import Numbers, digest_of, make_folder
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
@@ -30,6 +31,7 @@ def begin_snapshot(writer, folder, step, model, loader, extra: Extra):
     print(f"Writing checkpoint at step {step}")
     sharing.release_all()
     if is_first(model):
+        make_folder(Path(folder))  # it may have been removed or renamed while the run went on
         unmark(folder, step)  # an earlier run's DONE must not stand over files that are being replaced
     sharing.barrier()
     writes = contents(folder, step, model, loader, extra)
