@@ -29,8 +29,8 @@ class EarlySigint:
 
 @contextmanager
 def early_sigint_kept():
-    """See that SIGINT ends what is inside. Python prints an exception that is raised in a callback of ctypes or of the garbage collector,
-    and goes on: then a StopRequest raises it again. In a callback of LLVM it becomes another error, which here becomes KeyboardInterrupt."""
+    """See that SIGINT ends what is inside. An exception raised in a callback of ctypes or of the garbage collector is printed by Python,
+    which goes on: a StopRequest raises it again. In a callback of LLVM it becomes another error: that becomes KeyboardInterrupt here."""
     handler = EarlySigint()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a shell's background job, where it is ignored
         signal.signal(signal.SIGINT, handler)
