@@ -48,6 +48,13 @@ def test_wsd_warmup_beyond_its_decay_point_keeps_rising_first():
     assert rates("wsd", (35, 36), warmup=36) == pytest.approx([1.0, 1 - (1 - 0.1) * (4 / 8) ** 0.5])
 
 
+@pytest.mark.parametrize("total_steps, decays_from", [(43, 34), (44, 35), (45, 36), (46, 36)])
+def test_wsd_decays_from_a_whole_step(total_steps, decays_from):
+    """llm.c's is (int)(0.8f * steps)."""
+    found = rates("wsd", (decays_from, decays_from + 1), total_steps=total_steps)
+    assert found == pytest.approx([1.0, 1 - (1 - 0.1) * (1 / (total_steps - decays_from)) ** 0.5])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_final_fraction_of_one_does_not_decay(kind):
     assert rates(kind, range(41), lr=3e-4, final_fraction=1.0) == [3e-4] * 41
