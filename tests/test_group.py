@@ -9,6 +9,7 @@ from unittest.mock import sentinel
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Program
 from gloo_threads import assert_no_gloo_workers_but, gloo_workers
 
 from llmc.distributed.gloo import register_gloo
@@ -111,6 +112,41 @@ def test_parts_of_a_single_copy_need_no_groups_beside_the_world(monkeypatch):
     monkeypatch.setattr(dist, "new_group", None)
     same_part, same_data, everyone = split_world(rank=1, size=2, parts=2, timeout_s=77)
     assert [(g.rank, g.size) for g in (same_part, same_data, everyone)] == [(0, 1), (1, 2), (1, 2)]
+
+
+def collectives_of_a_rank(words) -> int:
+    """One of four ranks, two copies of two parts: what each collective makes of the numbers of each of its groups."""
+    rank, store = int(words[0]), words[1]
+    dist.init_process_group(register_gloo(), store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=TIMEOUT)
+    members = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]
+    for group, ranks in zip(split_world(rank, 4, 2, TIMEOUT.total_seconds()), members):
+        given = torch.tensor([[10.0**r, -(10.0**r), r, -r] for r in ranks])  # whose sums are exact
+        in_place = torch.cat([row.chunk(len(ranks))[i] for i, row in enumerate(given)])
+        for name, expected in {
+            "sum_whole": given.sum(0), "sum_shares": given.sum(0), "largest": given.amax(0), "gather_shares": in_place,
+        }.items():  # fmt: skip
+            ours = [given[group.rank].clone() for _ in range(2)]
+            getattr(group, name)(ours[:1]).wait()
+            getattr(group, name)(ours[1:] + [torch.zeros(4)]).wait()
+            kept = group.share if name == "sum_shares" else lambda whole: whole
+            assert all(torch.equal(kept(found), kept(expected)) for found in ours), (name, ranks, ours)
+        for source in range(len(ranks)):
+            ours = given[group.rank].clone()
+            group.send_from(source, ours).wait()
+            assert torch.equal(ours, given[source]), (source, ranks, ours)
+    dist.destroy_process_group()
+    return 0
+
+
+def test_a_collective_is_of_the_ranks_of_its_group(tmp_path):
+    """A maximum that were a sum would show in nothing else: a softmax may be shifted by either, if logits are small."""
+    processes = [Program(collectives_of_a_rank, [rank, tmp_path / "store"]) for rank in range(4)]
+    try:
+        said = [process.communicate() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(err for _, err in said)
 
 
 @pytest.mark.parametrize("words, expected, match", [
