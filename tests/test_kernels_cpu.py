@@ -778,17 +778,20 @@ LARGE, OF_AVX2 = tiles.Tile(8, 48, 1), tiles.Tile(4, 24, 1)  # of Intel's proces
 @pytest.mark.parametrize("rooms", [1, 2, 6, 64])
 def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
     """All that is kept at once: a part of the left factor, a panel of the right one, and sums. Parts are as few as that allows."""
-    panels, sums, block = rooms * matmul.DEPTH * (matmul.PANEL + NUMBA_TILE_ROWS), rooms * MATMUL_ROWS * matmul.PANEL, matmul.BLOCK
-    for K, M, N, workers, where in itertools.product(
-        (1, 32, 33, 768, 4096, 50304), (1, 769, 50304), (1, 31, 768, 3072, 50304), range(1, rooms + 1), range(3)
-    ):
+    panels, block = rooms * matmul.DEPTH * (matmul.PANEL + NUMBA_TILE_ROWS), matmul.BLOCK
+    least, sums = (rooms * rows * matmul.PANEL for rows in (block, MATMUL_ROWS))  # as a small model's plan has, and others
+    for K, M, N, workers, where, numbers in itertools.product(
+        (1, 32, 33, 768, 4096, 50304), (1, 769, 50304), (1, 31, 768, 3072, 50304), range(1, rooms + 1), range(3),
+        (least, sums),
+    ):  # fmt: skip
         all_k, packed = -(-K // tile.depth) * tile.depth, max(1 << 20, block * -(-K // TILE_DEPTH) * TILE_DEPTH)
-        s = matmul._sizes(M, N, all_k, where, tile, workers, packed, panels // workers, sums // workers)
+        s = matmul._sizes(M, N, all_k, where, tile, workers, packed, panels // workers, numbers // workers)
         assert all(size > 0 for size in s) and s.part_rows % block == s.rows % block == s.columns % tile.columns == 0
         assert s.depth % tile.depth == s.near % tile.depth == 0 and (s.columns + tile.rows) * s.depth <= panels // workers
+        assert tile.rows * s.columns <= numbers // workers
         assert (s.part_depth == all_k or s.part_depth % s.depth == 0) and s.near <= s.depth and s.rows <= s.part_rows
         whole_panels, pieces = -(-N // s.columns), -(-min(M, s.part_rows) // s.rows)
-        blocks, room = -(-M // block), sums // workers // s.columns // block
+        blocks, room = -(-M // block), numbers // workers // s.columns // block
         parts = -(-M // s.part_rows)
         if where == matmul.BY_PARTS:
             assert s.part_rows * s.part_depth <= packed
@@ -796,13 +799,13 @@ def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
             assert s.part_rows >= M and s.part_depth == all_k
         if s.part_depth < all_k:  # the sums of all tasks of a worker; those of one part less would not fit, or not what is packed
             tasks = -(-whole_panels * pieces // workers)
-            assert s.depth == s.part_depth and tasks * s.rows * s.columns <= sums // workers
+            assert s.depth == s.part_depth and tasks * s.rows * s.columns <= numbers // workers
             larger = parts == 1 or -(-blocks // ((parts - 1) * pieces)) * block
-            assert parts == 1 or tasks * larger * s.columns > sums // workers or larger * pieces * s.depth > packed
+            assert parts == 1 or tasks * larger * s.columns > numbers // workers or larger * pieces * s.depth > packed
         else:
             assert where != matmul.BY_PARTS or parts <= -(-blocks // (packed // all_k // block))
             assert s.rows >= min(block * min(room, matmul.MOST_ROWS // block), s.part_rows) // (2 * workers)
-            assert s.depth >= all_k or (s.rows * s.columns <= sums // workers and s.rows <= matmul.MOST_ROWS)
+            assert s.depth >= all_k or (s.rows * s.columns <= numbers // workers and s.rows <= matmul.MOST_ROWS)
         if tile is tiles.AMX:
             assert (s.depth - tile.depth) * -(-all_k // s.depth) < all_k and (s.near - tile.depth) * -(-s.depth // s.near) < s.depth
             assert s.near <= (matmul.AMX_NEAR if s.depth == all_k else matmul.AMX_NEAR_IN_PARTS)
