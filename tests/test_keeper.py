@@ -95,6 +95,17 @@ def test_one_whose_weights_are_proven_before_it_is_written_replaces_at_once(keep
     assert steps(tmp_path) == [4] and checkpoints.unproven is None
 
 
+def test_weights_that_nothing_was_trained_on_have_to_be_proven_too(keep, tmp_path):
+    """The end of a run with -x 0, whose model file may hold no numbers."""
+    checkpoints = keep()
+    write(checkpoints, 0)
+    assert checkpoints.unproven == 0 and checkpoints.disown().startswith("DONE_00000000 removed again") and steps(tmp_path) == []
+    checkpoints = keep()
+    write(checkpoints, 0)
+    checkpoints.prove(0)
+    assert checkpoints.unproven is None and steps(tmp_path) == [0]
+
+
 def test_without_a_period_one_replaces_none_not_even_itself(keep, tmp_path):
     checkpoints = keep("-n 0 -nk 1")
     for step in (3, 4):
