@@ -267,6 +267,7 @@ def test_a_disk_that_fails_stops_the_run_at_the_next_step_and_costs_one_checkpoi
         beside = run(*argv, tmp_path / "beside", ASYNC, after_step=lambda done: finish_writing())
     assert waits.code == beside.code == 2
     assert beside.err == waits.err.replace("/waits", "/beside") and os.strerror(number) in beside.err and beside.err.count("\n") == 1
+    assert os.strerror(number) not in beside.out, "it is told once"
     assert (len(losses(waits.out)), len(losses(beside.out))) == (4, 5)
     assert steps_in(tmp_path / "beside") == [2] and not list((tmp_path / "beside").glob("*.tmp"))
     assert "Wrote checkpoint at step 2\n" in beside.out and "Wrote checkpoint at step 4\n" not in beside.out
