@@ -626,6 +626,13 @@ def test_a_gpu_that_stops_answering_about_itself_ends_no_run(case, monkeypatch):
     ]  # fmt: skip
 
 
+def test_a_gpu_is_asked_about_itself_after_every_lg_steps(case):
+    out = ran(*inputs(case), QUIET, "-b 1 -t 8 -x 5 -lg 2", faked={"device_line": lambda backend: "asked"})
+    assert re.findall(r"^step +(\d)|^(asked)", out, re.MULTILINE) == [
+        ("1", ""), ("2", ""), ("", "asked"), ("3", ""), ("4", ""), ("", "asked"), ("5", "")
+    ]  # fmt: skip
+
+
 def sampled(*argv, **options) -> list[int]:
     return [int(token) for token in re.search(r"generating:\n---\n(.*)\n---", ran(*argv, **options))[1].split()]
 
@@ -758,6 +765,10 @@ def test_a_disk_without_room_for_the_checkpoints_is_noted(case, tmp_path, monkey
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * n - 1))
     assert f"{line}2; make room\n" in ran(*argv, "-x 3 -nk 1")
     assert "no room for that of step 2; make room\n" in ran(*argv, "-x 3 -o", tmp_path / "another")  # where -nk 1 would not help
+    resumed = [*argv, "-o", tmp_path / "resumed"]
+    ran(*resumed, "-x 4 -nk 1")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * n))
+    assert "no room" not in ran(*resumed, "-x 6 -y 1")  # of the checkpoints before, which -nk 1 has deleted, none comes again
 
 
 def test_a_checkpoint_s_bytes_are_those_of_its_model_and_of_every_rank_s_state():

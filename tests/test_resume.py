@@ -679,25 +679,28 @@ def test_a_second_signal_ends_a_run_at_once_unless_it_is_the_first_one_passed_on
     assert (process.returncode, err) == (-second if ends else 0, "") and out.count("finishing this step") == 1
 
 
-@pytest.mark.parametrize("flags", ["-n 1000", "-n 2 -nk 1 --async-checkpoint 1", "-n 1000 -sl 5 -sg 5"])
+@pytest.mark.parametrize("flags, position", [
+    ("-n 1000", 1500), ("-n 2 -nk 1 --async-checkpoint 1", 1500), ("-n 1000 -sl 5 -sg 5", 1500), ("-n 1000", 1100),
+])  # fmt: skip
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_data_that_cannot_be_trained_on_end_a_run_with_a_checkpoint_and_once_mended_it_goes_on(
-    case, tmp_path, monkeypatch, flags, asynchronous
+    case, tmp_path, monkeypatch, flags, position, asynchronous
 ):
-    """The next step's tokens are checked before this one is the last; also as on a GPU, where a step is launched meanwhile."""
+    """The next step's tokens are checked before this one is the last, those of its second micro-step (1100) too; also as on a GPU, where a
+    step is launched meanwhile."""
     data = shutil.copytree(case, tmp_path / "data")
     argv = [*inputs(data), SMALL, "-x 20 --kernels torch", QUIET, flags, "-o"]
     ran(*argv, tmp_path / "straight")
     good = (data / "train_02.bin").read_bytes()
-    (data / "train_02.bin").write_bytes(token(1500, 96)(good))
+    (data / "train_02.bin").write_bytes(token(position, 96)(good))
     monkeypatch.setattr(Backend, "asynchronous", asynchronous)
     broken = tmp_path / "broken"
     ended = run(*argv, broken)
     step = len(losses(ended.out))
     assert steps_in(broken)[-1] == step and 2 < step < 16 and ended.code == 2
     assert ended.err == (
-        f"error: -i {data}/train_02.bin: token 96 at position 1500 is outside the model's vocabulary of 96; prepare the data with this "
-        f"model's tokenizer, or choose another model; step {step} is kept in {broken}: once that is mended, -y 1 goes on there\n"
+        f"error: -i {data}/train_02.bin: token 96 at position {position} is outside the model's vocabulary of 96; prepare the data with "
+        f"this model's tokenizer, or choose another model; step {step} is kept in {broken}: once that is mended, -y 1 goes on there\n"
     )
     assert run(*argv, broken, "-y 1").err.startswith("error: -i") and steps_in(broken)[-1] == step
     (data / "train_02.bin").write_bytes(good)
