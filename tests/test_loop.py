@@ -976,6 +976,9 @@ def test_as_many_batches_are_read_as_are_trained_on(case, monkeypatch):
     monkeypatch.setattr(TokenLoader, "_read", lambda loader, piece: (pieces.append(piece), read(loader, piece))[1])
     ran(*inputs(case), "-b 2 -t 32 -d 128 -x 4", QUIET)
     assert len(pieces) == 8
+    pieces.clear()
+    ran(*inputs(case), "-b 2 -t 32 -x 0 -v 1 -m 3 -s 0", faked={"CALLS_PER_STOP_CHECK": {"cpu": 2}})  # a validation's, as on a GPU
+    assert len(pieces) == 3
 
 
 def test_a_step_that_was_done_is_logged_though_the_next_one_fails(case, tmp_path, monkeypatch):
