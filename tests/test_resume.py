@@ -653,6 +653,16 @@ def test_a_run_ends_with_the_first_of_its_errors(monkeypatch):
     assert stop.error is first and stop.requested and stop.agreed
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_of_several_ranks_stops_only_once_all_have_agreed(monkeypatch, alone):
+    """The others would wait for it in a collective that it leaves out."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which it replaces
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop = StopRequest(alone=alone)
+    stop.cannot_go_on(ValueError("the shard is gone"))
+    assert stop.requested and stop.agreed == alone
+
+
 def signalled_twice(words) -> int:
     """The first signal, and a second one, at once or when that is no longer the first one passed on, while a library does not return."""
     first, second, later = map(int, words)
