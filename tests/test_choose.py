@@ -577,6 +577,15 @@ def test_ways_out_of_r_auto_keep_the_tokens_of_a_step(tokens):
         assert told["batch_size"] * told["grad_accum_steps"] * told["sequence_length"] == wanted, flags
 
 
+def test_ways_below_a_plan_keep_the_tokens_of_a_step():
+    command = f"{CUDA} -b 1000 -d 4096000 --memory-budget 4GiB"
+    ways = flags_listed(ran(command))
+    assert ways
+    for flags in ways:
+        told = json.loads(ran(f"{command} {flags} --json"))
+        assert told["batch_size"] * told["grad_accum_steps"] == 4000, flags
+
+
 def test_nothing_fits_is_exit_3_and_nothing_on_stdout():
     result = run(f"{CUDA} -b auto --memory-budget 500MiB")
     assert result.code == 3 and not result.out
@@ -607,6 +616,8 @@ def test_processes_of_a_machine_share_what_it_has_free(monkeypatch):
     assert json.loads(ran(f"{command} -pn 4 --memory-budget 10GiB"))["budget"]["mib"] == 10240
     refused = run("--plan -e d48 -b auto -t 64 --device cpu -pn 2")
     assert refused.code == 3 and "not even -b 1 -t 64 fits 5543 MiB" in refused.err
+    monkeypatch.setattr("llmc.plan_command.available_host_bytes", lambda: RUN_ITSELF - MIB)
+    assert json.loads(ran(command))["budget"]["mib"] == 0
 
 
 # ----------------------------------------------------------------------------
@@ -740,6 +751,14 @@ def test_cards_without_bf16_are_planned_in_fp32():
     assert (told["precision"], told["device"]) == ("fp32", "cuda")
     refused = run("--device auto --plan -e d12 --precision bf16 --memory-budget v100")
     assert refused.code == 2 and "v100-16 has no bf16 arithmetic" in refused.err
+
+
+def test_a_card_that_is_named_has_its_multiprocessors_and_makes_no_gpu_of_a_cpu():
+    command = "--plan --json -e d12 -b 4 --precision bf16 --memory-budget 4090"
+    told = {device: json.loads(ran(command, "--device", device)) for device in ("auto", "cuda", "cpu")}
+    assert {device: (plan["device"], plan["processors"]) for device, plan in told.items()} == {
+        "auto": ("cuda", 128), "cuda": ("cuda", 128), "cpu": ("cpu", None)
+    }  # fmt: skip
 
 
 def test_the_reason_of_auto_is_in_every_form_of_the_plan():
