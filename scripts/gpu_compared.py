@@ -56,9 +56,10 @@ def compared_again(run, record):
     name, config, batches = run.sizes.larger[0]
     B, T = next(b for b in batches if b <= 16), run.sizes.T
     for label in while_time(run, record, [f"{name} -b {B} in plain PyTorch"], COMPILES + 15):
-        with attempt(record, label), measured_peak(run) as peak:
-            step, how = torch_step(run, record, config, B, T)
-            ms, spread, loss = measure_steps(run, step)
+        with attempt(record, label):
+            with measured_peak(run) as peak:
+                step, how = torch_step(run, record, config, B, T)
+                ms, spread, loss = measure_steps(run, step)
             row = {"run": f"{name} -b {B}, {how}", "ms": ms, "spread": spread} | speed(run, config, B, T, ms)
             table(record, "a larger model").append(row | peak | {"loss": loss})
 

@@ -284,6 +284,24 @@ def test_peaks_are_what_was_added_to_what_was_there(run, monkeypatch):
     assert peak == {"measured MiB": 20, "reserved MiB": 40}
 
 
+def test_a_larger_model_in_plain_pytorch_is_reported_with_its_peak(run, monkeypatch):
+    """The peak is known only once the block that it is of has ended."""
+
+    @contextmanager
+    def measured_peak(run):
+        found = {"measured MiB": None}
+        yield found
+        found["measured MiB"] = 20.0
+
+    monkeypatch.setattr(gpu_compared, "measured_peak", measured_peak)
+    monkeypatch.setattr(gpu_compared, "compare_with", lambda *args, **options: None)
+    monkeypatch.setattr(gpu_compared, "torch_step", lambda *args: (lambda: 4.0, "torch.compile"))
+    record = new_record("Again")
+    gpu_compared.compared_again(run, record)
+    [row] = table(record, "a larger model")
+    assert (row["measured MiB"], row["loss"], record["errors"]) == (20.0, 4.0, [])
+
+
 def fake_rows(monkeypatch, losses, failing=()):
     """Rows of steps that take no time; `failing` with graphs."""
 
