@@ -22,7 +22,7 @@ def cell(column, value) -> str:
         return format(value, ".1%" if column in TENTHS else ".0%")
     if column in WHOLE:
         return format(value, ",.0f")
-    return format(value, ".1e" if 0 < abs(value) < 5e-4 else ".6f" if column == "loss" else ".3f")
+    return format(value, ".1e" if 0 < abs(value) < 5e-4 else ".6f" if "loss" in column else ".3f")
 
 
 def table_lines(rows) -> list[str]:

@@ -30,7 +30,7 @@ from scripts import gpu_algorithms, gpu_check, gpu_common, gpu_compared, gpu_fp8
 from scripts.gpu_check import SECTIONS, Section
 from scripts.gpu_common import FULL, TINY, Skip, attempt, new_record, table, while_time
 from scripts.gpu_kernels import CALLS, KERNELS, STAGED, Room, evaluate, letters
-from scripts.gpu_report import DRY_NOTICE
+from scripts.gpu_report import DRY_NOTICE, cell
 from scripts.gpu_steps import EAGER, our_kernels, our_step, pytest_outputs, report_tests
 from scripts.gpu_tune import FORWARD, HEADS, KEYS, QUERIES
 
@@ -179,6 +179,11 @@ def test_a_section_that_raises_is_recorded_and_the_rest_go_on(run):
     assert (bad["status"], bad["reason"]) == ("failed", "RuntimeError: a kernel was wrong")
     assert bad["tables"][""] == [{"number": 2.0}] and "RuntimeError: a kernel was wrong" in bad["errors"][0]["lines"]
     assert good["status"] == "ran" and "- Bad: failed, RuntimeError: a kernel was wrong" in text
+
+
+@pytest.mark.parametrize("column", ["loss", "loss as it is", "loss, last tenth", "validation loss"])
+def test_losses_are_reported_to_a_digit_that_tells_them_apart(column):
+    assert cell(column, 4.1234567) == "4.123457" and cell("ms", 4.1234567) == "4.123"
 
 
 def test_one_item_that_raises_leaves_the_others_of_its_section(run):
