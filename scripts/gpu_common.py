@@ -128,7 +128,10 @@ def cause_of(error) -> str:
 
 
 def last_lines(error, lines=8) -> str:
-    return "\n".join("".join(traceback.format_exception(error)).strip().splitlines()[-lines:])
+    """The end of an error's traceback; and where its message is longer, as torch's may be, its cause before that."""
+    last = "".join(traceback.format_exception(error)).strip().splitlines()[-lines:]
+    cause = cause_of(error)
+    return "\n".join(last if cause in last else [cause, "...", *last])
 
 
 def device_is_lost() -> bool:

@@ -181,6 +181,12 @@ def test_a_section_that_raises_is_recorded_and_the_rest_go_on(run):
     assert good["status"] == "ran" and "- Bad: failed, RuntimeError: a kernel was wrong" in text
 
 
+def test_of_an_error_with_a_long_message_the_report_has_its_cause_too():
+    text = "\n".join(["no such operator", *(f"registered at {i}" for i in range(20))])
+    assert gpu_common.last_lines(RuntimeError(text)).splitlines()[:3] == ["RuntimeError: no such operator", "...", "registered at 12"]
+    assert gpu_common.last_lines(RuntimeError("no such operator")) == "RuntimeError: no such operator"
+
+
 @pytest.mark.parametrize("column", ["loss", "loss as it is", "loss, last tenth", "validation loss"])
 def test_losses_are_reported_to_a_digit_that_tells_them_apart(column):
     assert cell(column, 4.1234567) == "4.123457" and cell("ms", 4.1234567) == "4.123"
