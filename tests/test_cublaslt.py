@@ -548,16 +548,34 @@ def test_real_library_without_a_card_is_an_error_with_its_name(real, monkeypatch
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
+def switches():
+    """Those of torch's own matmuls, which are put back. pytest's monkeypatch cannot do that: torch gives and takes them, but has no such
+    attributes to delete."""
+    found = torch.backends.cuda.matmul
+    before = {name: getattr(found, name) for name in ("allow_tf32", "allow_bf16_reduced_precision_reduction")}
+    yield found
+    for name, value in before.items():
+        setattr(found, name, value)
+
+
+@pytest.fixture
+def on_gpu(switches):
     """A maker of MatmulGelu that sets torch's own matmuls to the same precision."""
     torch.cuda.init()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    switches.allow_bf16_reduced_precision_reduction = False
 
     def make(tf32=False):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+        switches.allow_tf32 = tf32
         return MatmulGelu(workspace(32 << 20, device="cuda"), tf32=tf32)
 
     return make
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_torch_s_switches_can_be_set_for_a_test_and_put_back(switches, tf32):
+    """Here too, without a card: that putting them back fails was seen by nobody, as only tests on a GPU set them."""
+    switches.allow_tf32 = tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == tf32
 
 
 # GPT-2 small's, and the oddest and the least that the epilogue allows; TF32 only at the first, as torch may do small ones in full fp32
