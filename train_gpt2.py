@@ -569,12 +569,13 @@ def loop(run: Run):
             if is_due(run, step, last) and not stop.agreed:
                 between_steps(run, clock, launched, evaluate, step)
                 launched = None
-        if stop.agreed and step == 0:
+        stopping = stop.agreed  # a signal may come at any time, and a run must not stop without a checkpoint of this step
+        if stopping and step == 0:
             end_untrained(run)
-        if run.checkpoints.due(step, last, stop.agreed):
+        if run.checkpoints.due(step, last, stopping):
             between_steps(run, clock, launched, checkpoint, step)
-            launched = None
-        if last or stop.agreed:
+            launched, stopping = None, stop.agreed
+        if last or stopping:
             break
         launched = step_ahead(run, clock, step, launched)
     finish_step(run, clock, launched)

@@ -396,6 +396,20 @@ def test_a_signal_while_a_checkpoint_is_written_stops_with_that_one(case, tmp_pa
     assert len(losses(out)) == 2 and steps_in(tmp_path) == [2] and out.endswith(f"; step 2 is kept in {tmp_path}: -y 1 goes on there\n")
 
 
+def test_a_signal_just_after_no_checkpoint_was_due_is_answered_by_the_next_step_s(case, tmp_path, monkeypatch):
+    due = keeper.Checkpoints.due
+
+    def signalled(self, step, *rest):
+        is_due = due(self, step, *rest)
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return is_due
+
+    monkeypatch.setattr(keeper.Checkpoints, "due", signalled)
+    ran(*inputs(case), "-b 4 -t 32 -x 9 -n 8", QUIET, "-o", tmp_path)
+    assert steps_in(tmp_path) == [4]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_without_o_a_signal_ends_the_run_after_the_step_and_writes_nothing(case, tmp_path, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
