@@ -742,7 +742,7 @@ def test_x_0_y_1_looks_at_the_newest_checkpoint_and_leaves_the_folder(case, tmp_
     found = [re.search(r"val loss .*\ngenerating:\n.*\n.*\n", out)[0] for out in (looked, named)]
     assert found[0] == found[1] and looked.count("val loss") == 1 and "parameter gradients" not in looked
     assert "| weight init method" in looked and "model_00000004.bin" in looked
-    planned = [ran(*argv, "--plan --json", *words) for words in (("-x 0 -y 1 -n 2 -o", tmp_path), ("-x 0 -e", model))]
+    planned = [ran(*argv, "--plan --json --memory-budget 1GiB", *words) for words in (("-x 0 -y 1 -n 2 -o", tmp_path), ("-x 0 -e", model))]
     assert planned[0] == planned[1]
 
 
