@@ -33,6 +33,7 @@ from llmc.files import make_folder, write_atomically
 from llmc.flags import Settings
 from llmc.host import own_processors
 from scripts.arguments import number_from
+from scripts.inputs import PIECE_CHARS
 
 PROGRESS = ".progress.json"
 BATCH_CHARS = 1 << 20  # one task of a worker process: some 50 ms of work, so handing it over costs nothing
@@ -233,7 +234,7 @@ def write_splits(documents: Callable[[], Iterator[str]], source: str, args: argp
     if there_are < 2:
         raise UserError(
             f"--input holds {there_are or 'no'} document of text; expected two, one of them for validation, so give more text: "
-            "a text file is cut into documents of 8,192 to 16,384 characters"
+            f"a text file is cut into documents of {PIECE_CHARS // 2:,} to {PIECE_CHARS:,} characters"
         )
     if asked and there_are <= every // 2:
         raise UserError(

@@ -475,12 +475,18 @@ def test_a_last_update_that_leaves_no_number_does_not_replace_the_good_checkpoin
     assert "DONE_00000004" in [f.name for f in tmp_path.glob("DONE_*")] and not (tmp_path / "DONE_00000002").exists()
 
 
+def without_numbers(case, path: Path) -> Path:
+    """Write the case's model with a nan as the last weight, of lnfb, so that every logit is one."""
+    path.write_bytes((case / "model.bin").read_bytes()[:-4] + np.float32(math.nan).tobytes())
+    return path
+
+
 @pytest.mark.parametrize("flags", ["", "-y 1"], ids=["from a file", "resumed"])
 def test_weights_of_no_use_at_the_start_are_not_blamed_on_an_update(case, tmp_path, flags):
     ran(*inputs(case), "-b 4 -t 32 -x 1 -n 1", QUIET, "-o", tmp_path / "log")
     path = tmp_path / "log" / "model_00000001.bin" if flags else tmp_path / "nan.bin"
     (tmp_path / "log" / "extra_00000001_00000.json").unlink()  # which knows the file that was written
-    path.write_bytes((case / "model.bin").read_bytes()[:-4] + np.float32(math.nan).tobytes())
+    without_numbers(case, path)
     done = run(*inputs(case)[:4], "-e", path, "-b 4 -t 32 -x 3 -v 1 -m 1 -s 0 -o", tmp_path / "log", flags)
     advice = "look at the data and at the weights that it began with"
     found = f"error: step {1 if flags else 0}: the validation loss is nan, so these weights are of no use; {advice}"
@@ -494,11 +500,7 @@ def test_an_update_of_a_loss_that_is_no_number_is_skipped_where_outliers_are(cas
     use."""
     if writing:
         slow_down_writing(monkeypatch)
-    weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
-    weights[-1] = math.nan  # of lnfb: every logit is one
-    path = tmp_path / "nan.bin"
-    path.write_bytes((case / "model.bin").read_bytes()[:1024] + weights.tobytes())
-    files = inputs(case)[:4]
+    path, files = without_numbers(case, tmp_path / "nan.bin"), inputs(case)[:4]
     done = run(*files, "-e", path, "-b 4 -t 32 -x 2 -n 1", QUIET, writing, "-o", tmp_path / "out", flag, "3")
     assert done.code == 2 and done.out.count(f"skipping update due to {what} of nan\n") == 2
     assert done.err.startswith("error: step 2: the loss is now nan, so these weights are of no use; lower -l, raise -u, or look at")
@@ -522,10 +524,7 @@ def test_a_run_whose_weights_are_lost_to_an_update_keeps_the_checkpoint_before_i
 
 
 def test_a_run_of_which_every_update_is_skipped_ends(case, tmp_path):
-    weights = np.fromfile(case / "model.bin", np.float32, offset=1024)
-    weights[-1] = math.nan
-    path = tmp_path / "nan.bin"
-    path.write_bytes((case / "model.bin").read_bytes()[:1024] + weights.tobytes())
+    path = without_numbers(case, tmp_path / "nan.bin")
     done = run(*inputs(case)[:4], "-e", path, "-b 1 -t 8 -x 1000 -sl 3", QUIET)
     assert done.code == 2 and done.out.count("skipping update") == WINDOW_SIZE
     found = f"error: step {WINDOW_SIZE}: {WINDOW_SIZE} losses or norms in a row were nan or infinite, and no update was made; lower -l"
