@@ -520,24 +520,26 @@ def test_the_reason_why_there_are_no_kernels_is_one_line(monkeypatch):
 
 PRODUCT = """
 import sys
+from itertools import product as product_of
 import numpy as np
 import torch
 from llmc.kernels_cpu import door, matmul
 from llmc.kernels_cpu.packing import pack_left, pack_right
 from llmc.kernels_cpu.tiles import (
-    LANES, LARGE, MULTIPLIES_PAIRS, MULTIPLIES_TILES, block_tile_of, close_tiles, multiply, open_tiles, whole_depth,
+    LANES, LARGE, MULTIPLIES_PAIRS, MULTIPLIES_TILES, Ahead, block_tile_of, close_tiles, multiply, open_tiles, whole_depth,
 )
 from llmc.memory.tuning import NUMBA_TILE_ROWS
 
 
 @door.njit
-def product(c, a, b, a_steps, b_steps, left, right, sizes, adds):
+def product(c, a, b, a_steps, b_steps, left, right, sizes, adds, upper):
     rows, columns, depth = sizes
     shapes, all_depth = np.empty(64, np.uint8), whole_depth(left, depth)
     pack_left(left, 0, all_depth, rows, all_depth, a, 0, *a_steps, rows, depth)
     pack_right(right, columns, 0, columns, all_depth, b, 0, *b_steps, columns, depth)
     open_tiles(left, shapes)
-    multiply(c, 0, columns, left, 0, all_depth, right, columns, rows, columns, all_depth, adds)
+    ahead = Ahead(b, 0, depth, columns, 1, 0, columns)
+    multiply(c, 0, columns, left, 0, all_depth, right, columns, rows, columns, all_depth, adds, upper, ahead)
     close_tiles(left, shapes)
 
 
@@ -556,10 +558,11 @@ for kind in (np.float32, np.uint32):
         for b_turned in (False, True):
             given = numbers(a.T if a_turned else a, kind), numbers(b.T if b_turned else b, kind)
             steps = (1, rows) if a_turned else (depth, 1), (depth, 1) if b_turned else (1, columns)
-            for adds in (0, 1):
+            upper = numbers(np.triu(a).T if a_turned else np.triu(a), kind), given[1]
+            for adds, (triangle, matrices) in product_of((0, 1), ((0, given), (1, upper))):
                 c = before.copy() if adds else np.full_like(before, np.nan)
-                product(c.ravel(), *given, *steps, *room, (rows, columns, depth), adds)
-                assert (c == a @ b + adds * before).all(), (kind, a_turned, b_turned, adds)
+                product(c.ravel(), *matrices, *steps, *room, (rows, columns, depth), adds, triangle)
+                assert (c == (np.triu(a) if triangle else a) @ b + adds * before).all(), (kind, a_turned, b_turned, adds, triangle)
 inp, weight = (torch.from_numpy(chance.integers(-9, 10, shape)).float() for shape in ((9, 70), (131, 70)))
 sums = torch.full((2 * matmul.PANEL, matmul.PANEL), torch.nan)
 kinds = (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)

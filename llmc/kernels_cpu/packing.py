@@ -1,7 +1,7 @@
 """Packing what tiles.py multiplies: transposed, paired, rounded or widened on the way. And writing results, past the caches or not."""
 
 from llmc.kernels_cpu.door import (
-    F0, FLOAT, INT32, LINE, get_or_insert_function, intrinsic, ir, load, nearest, place_of, shared, store, types,
+    F0, INT16, INT32, LINE, get_or_insert_function, intrinsic, ir, load, nearest, place_of, shared, store, types,
 )  # fmt: skip
 from llmc.kernels_cpu.tiles import AMX, FLOATS, HALVES, INTS, LANES, MULTIPLIES_PAIRS, BFloat, everywhere, tile_of, values_of, vector_at
 
@@ -101,19 +101,27 @@ def round_numbers(typing, out, at, x, x_at):
     return types.void(out, at, x, at), emit
 
 
-@intrinsic
-def copy_factor(typing, factors, index, array, first):
-    """factors[index] = the factor that begins at array[first]."""
+def _copier(halves, ints):
+    """A function that copies a factor, or LANES of them, as integers of type `ints`, or bf16 numbers of type `halves` that it widens."""
 
-    def emit(context, builder, signature, values):
-        out, place = place_of(context, builder, factors, *values[:2]), place_of(context, builder, array, *values[2:])
-        if _widens(factors, array):
-            builder.store(builder.bitcast(_widened(builder, builder.load(place), INT32), FLOAT), out)
-        else:
-            builder.store(builder.load(builder.bitcast(place, out.type), align=2), out)
-        return context.get_dummy_value()
+    @intrinsic
+    def copy(typing, factors, index, array, first):
+        def emit(context, builder, signature, values):
+            out, place = place_of(context, builder, factors, *values[:2]), place_of(context, builder, array, *values[2:])
+            if _widens(factors, array):
+                x = _widened(builder, builder.load(builder.bitcast(place, halves.as_pointer()), align=2), ints)
+            else:
+                x = builder.load(builder.bitcast(place, ints.as_pointer()), align=2)
+            builder.store(x, builder.bitcast(out, ints.as_pointer()), align=4)
+            return context.get_dummy_value()
 
-    return types.void(factors, types.intp, array, types.intp), emit
+        return types.void(factors, types.intp, array, types.intp), emit
+
+    return copy
+
+
+# factors[index + i] = factor i of those that begin at array[first]; i = 0, or i < LANES
+copy_factor, copy_factors = _copier(INT16, INT32), _copier(HALVES, INTS)
 
 
 @intrinsic
@@ -151,7 +159,9 @@ def pack_left(out, at, out_row, all_rows, all_depth, x, first, x_row, x_step, ro
     if x_step == 1:
         some_rows = rows
         for j in range(rows):
-            for i in range(some):
+            for i in range(0, some // LANES * LANES, LANES):
+                copy_factors(out, at + j * out_row + i, x, first + j * x_row + n * i)
+            for i in range(some // LANES * LANES, some):
                 copy_factor(out, at + j * out_row + i, x, first + j * x_row + n * i)
     elif x_row == 1:
         some_rows, some = rows // LANES * LANES, some // LANES * LANES

@@ -12,7 +12,7 @@ import platform
 from collections import namedtuple
 
 from llmc.kernels_cpu.door import (
-    AMX_FEATURES, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, emit_fetch, for_range, get_or_insert_function, global_constant,
+    AMX_FEATURES, FLOAT, INT16, INT32, LINE, LLVM, alloca_once, emit_fetch, fetch, for_range, get_or_insert_function, global_constant,
     intrinsic, ir, place_of, processor_features, shared, types,
 )  # fmt: skip
 from llmc.memory.tuning import NUMBA_TILE_ROWS
@@ -233,12 +233,27 @@ def _reset_shapes(builder, kept):
 open_tiles, close_tiles = _shapes_of_registers(_set_shapes), _shapes_of_registers(_reset_shapes)
 
 
+# rows of `pieces` times n numbers, to be prefetched: number i of a piece is numbers[at + which row * row + which piece * piece + i]
+Ahead = namedtuple("Ahead", ("numbers", "at", "rows", "row", "pieces", "piece", "n"))
+
+
 @shared
-def multiply(c, c_at, c_row, a, a_at, a_row, b, b_row, rows, columns, depth, adds):
-    """As multiply_tile, for all tiles of a block c (rows, columns), which are whole ones."""
+def multiply(c, c_at, c_row, a, a_at, a_row, b, b_row, rows, columns, depth, adds, upper, ahead):
+    """As multiply_tile, for all tiles of a block c (rows, columns), which are whole ones.
+
+    upper  whether row i of the left matrix begins with i zeros; most of them are not multiplied
+    ahead  what is prefetched meanwhile, some of it before each tile: a core can wait for only so many cache lines at once
+    """
+    tiles, begun, fetched = rows // block_tile_rows(a) * (columns // block_tile_columns(a)), 0, 0
     for i in range(0, rows, block_tile_rows(a)):
+        k = upper * (i // values_of(a) // tile_depth(a) * tile_depth(a))
         for j in range(0, columns, block_tile_columns(a)):
-            _multiply_block_tile(c, c_at + i * c_row + j, c_row, a, a_at + i * a_row, a_row, b, j, b_row, depth, adds)
+            begun += 1
+            while fetched * tiles < begun * ahead.rows:
+                for piece in range(ahead.pieces):
+                    fetch(ahead.numbers, ahead.at + fetched * ahead.row + piece * ahead.piece, ahead.n)
+                fetched += 1
+            _multiply_block_tile(c, c_at + i * c_row + j, c_row, a, a_at + i * a_row + k, a_row, b, j + k * b_row, b_row, depth - k, adds)
 
 
 @shared
