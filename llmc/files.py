@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,22 +30,40 @@ KINDS = {
 }
 
 
+READ_BYTES = 1 << 20  # of a file at a time
 SYNC_BYTES = 1 << 30  # written between syncs: the page cache would take more, and the last sync would do all of the waiting in one call
 
 
-def write_atomically(path, pieces, *, doing: str = "writing") -> None:
+def write_atomically(path, pieces, *, doing: str = "writing") -> int:
     """Write `pieces` to `path` so that the file appears whole or not at all, as `replaced` does, and raises what that raises.
 
     pieces  iterable of C-contiguous buffers (bytes, numpy arrays), written back to back; may be a generator
+    Returns the CRC-32 of what was written.
     """
+    crc = 0
     with replaced(path, doing=doing) as temporary, open(temporary, "wb") as file:
         unsynced = 0
         for piece in pieces:
+            crc = zlib.crc32(piece, crc)
             unsynced += file.write(piece)
             if unsynced >= SYNC_BYTES:
                 file.flush()
                 os.fsync(file.fileno())
                 unsynced = 0
+    return crc
+
+
+def crc_of(path, moved=lambda: None) -> int:
+    """The CRC-32 of what is in a file. Raises UserError if it cannot be read.
+
+    moved  called before each piece
+    """
+    crc = 0
+    with readable(path), open(path, "rb", buffering=0) as file:
+        while piece := file.read(READ_BYTES):
+            moved()
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class Gate:
         self.opened, self.reached = threading.Event(), threading.Event()
 
     def write_atomically(self, path, pieces, **options):
-        write_atomically(path, pieces if threading.current_thread() is threading.main_thread() else self._held(pieces), **options)
+        return write_atomically(path, pieces if threading.current_thread() is threading.main_thread() else self._held(pieces), **options)
 
     def _held(self, pieces):
         pieces = iter(pieces)

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from unittest.mock import patch
 from urllib.error import HTTPError
@@ -527,6 +528,24 @@ def damaged(name, damage):
     return lambda log: replace(log / name, damage((log / name).read_bytes()))
 
 
+def forged(damage):
+    """Damage to the state of which the extra file gives the CRC-32."""
+
+    def forge(log):
+        damaged(STATE, damage)(log)
+        entries = json.loads((log / EXTRA).read_text())
+        entries["crc32"]["state"] = zlib.crc32((log / STATE).read_bytes())
+        replace(log / EXTRA, json.dumps(entries).encode())
+
+    return forge
+
+
+def another_bit(raw: bytes) -> bytes:
+    """In the middle, which for a state file is in its tensors."""
+    half = len(raw) // 2
+    return raw[:half] + bytes([raw[half] ^ 1]) + raw[half + 1 :]
+
+
 def at(offset: int, form: str, *values):
     return lambda raw: patched(raw, *values, at=offset if offset >= 0 else len(raw) + offset, form=form)
 
@@ -553,7 +572,10 @@ RESUMES = {
     "model is truncated": (damaged(MODEL, cut(5000)), "", MODEL, "truncated by", "or resume from another checkpoint: remove"),
     "model is oversized": (damaged(MODEL, plus(b"x")), "", MODEL, "oversized by 1"),
     "model of the other checkpoint": (lambda log: replace(log / MODEL, (log / "model_00000002.bin").read_bytes()),
-        "", MODEL, "is not the file that was written with the training state", EXTRA),
+        "", MODEL, "is damaged or another file", EXTRA, "or resume from another checkpoint: remove"),
+    "another bit in the model": (damaged(MODEL, another_bit), "", MODEL, "is damaged or another file", EXTRA),
+    "another bit in the state": (damaged(STATE, another_bit), "", STATE, "is damaged or another file", EXTRA),
+    "a negative CRC-32": (damaged(EXTRA, lambda raw: raw.replace(b'"state": ', b'"state": -')), "", EXTRA, "expected those of files"),
     "model of 0 layers": (damaged(MODEL, word(4, 0)), "", MODEL, "num_layers = 0"),
     "model and state are swapped": (
         lambda log: ((log / MODEL).rename(log / "x"), (log / STATE).rename(log / MODEL), (log / "x").rename(log / STATE)),
@@ -573,15 +595,15 @@ RESUMES = {
     "state with master 7": (damaged(STATE, word(4, 7)), "", "use_master_weights 7"),
     "state that forgot its master": (damaged(STATE, word(4, 0)), "", STATE),
     "state that says it did not shuffle": (damaged(STATE, word(5, 0)), "", STATE, "oversized"),
-    "shard index 5": (damaged(STATE, at(120, "<Q", 5)), "", "not a permutation"),
-    "shard index 2^64-1": (damaged(STATE, at(120, "<Q", 2**64 - 1)), "", "not a permutation"),
-    "sample index 2^63": (damaged(STATE, at(128, "<Q", 2**63)), "", "not a permutation"),
+    "shard index 5": (forged(at(120, "<Q", 5)), "", "not a permutation"),
+    "shard index 2^64-1": (forged(at(120, "<Q", 2**64 - 1)), "", "not a permutation"),
+    "sample index 2^63": (forged(at(128, "<Q", 2**63)), "", "not a permutation"),
     "number of shards 2^64-1": (damaged(STATE, at(LOADER, "<Q", 2**64 - 1)), "", STATE, "truncated"),
     "number of samples 2^62": (damaged(STATE, at(LOADER + 16, "<Q", 2**62)), "", STATE, "truncated"),
-    "a shard twice": (damaged(STATE, at(LOADER + 8, "<2i", 1, 1)), "", "not a permutation"),
-    "a negative sample": (damaged(STATE, at(LOADER + 24, "<i", -1)), "", "not a permutation"),
-    "the generator's place": (damaged(STATE, at(-2520 + 8, "<iI", 5, 5)), "", "not a Mersenne Twister's state"),
-    "the generator's constants": (damaged(STATE, at(-4, "<I", 0)), "", "not a Mersenne Twister's state"),
+    "a shard twice": (forged(at(LOADER + 8, "<2i", 1, 1)), "", "not a permutation"),
+    "a negative sample": (forged(at(LOADER + 24, "<i", -1)), "", "not a permutation"),
+    "the generator's place": (forged(at(-2520 + 8, "<iI", 5, 5)), "", "not a Mersenne Twister's state"),
+    "the generator's constants": (forged(at(-4, "<I", 0)), "", "not a Mersenne Twister's state"),
     "extra is empty": (extra_with(""), "", EXTRA, "is damaged"),
     "extra is cut": (damaged(EXTRA, lambda raw: raw[: len(raw) // 2]), "", EXTRA, "is damaged"),
     "extra is a list": (extra_with("[]"), "", EXTRA, "it holds a list"),

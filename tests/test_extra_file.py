@@ -14,7 +14,7 @@ from llmc.flags import Settings, parse
 def test_the_bytes_are_those_of_every_version(tmp_path):
     """All entries in their order; what is not known, no seed among it, is left out."""
     path = tmp_path / "e.json"
-    write_extra(path, Extra({"sum": "0x0p+0"}, {}, 4, 64, {"shards": []}, optimisation={"warmup_steps": 2}, model="0a"))
+    write_extra(path, Extra({"sum": "0x0p+0"}, {}, 4, 64, {"shards": []}, optimisation={"warmup_steps": 2}, crc32={"state": 7}))
     text = """{
  "loss_outliers": {
   "sum": "0x0p+0"
@@ -28,7 +28,9 @@ def test_the_bytes_are_those_of_every_version(tmp_path):
  "optimisation": {
   "warmup_steps": 2
  },
- "model": "0a"
+ "crc32": {
+  "state": 7
+ }
 }"""
     assert path.read_text() == text
     write_extra(path, replace(read_extra(path), seed=3))
@@ -52,7 +54,7 @@ def test_entries_that_a_file_lacks_or_has_besides_do_not_matter(tmp_path):
     """Those of earlier versions had only the windows, and later ones may have more."""
     path = tmp_path / "e.json"
     path.write_text('{"later": 1, "norm_outliers": {}, "loss_outliers": {}}')
-    assert read_extra(path) == Extra({}, {}, B=None, T=None, data=None, seed=0, optimisation={}, model=None)
+    assert read_extra(path) == Extra({}, {}, B=None, T=None, data=None, seed=0, optimisation={}, crc32={})
 
 
 def test_a_checkpoint_of_llmc_has_no_extra(tmp_path):

@@ -169,12 +169,12 @@ def test_an_earlier_run_s_done_is_gone_before_its_files_are_replaced(keep, tmp_p
 
     def replace_file(path, pieces, **options):
         seen.append((path.name[:5], steps(tmp_path)))
-        write_atomically(path, pieces, **options)
+        return write_atomically(path, pieces, **options)
 
     for module in ("model_file", "extra_file", "state_file"):
         monkeypatch.setattr(f"llmc.checkpoint.{module}.write_atomically", replace_file)
     write(keep(), 4)
-    assert seen == [("model", []), ("extra", []), ("state", [])] and steps(tmp_path) == [4]
+    assert seen == [("model", []), ("state", []), ("extra", [])] and steps(tmp_path) == [4]
 
 
 def test_ranks_have_settled_and_know_that_a_done_is_gone_before_any_of_them_writes(keep, models, monkeypatch):

@@ -25,6 +25,7 @@ from conftest import REPO
 
 import train_gpt2
 from llmc.backend import Backend
+from llmc.checkpoint.extra_file import read_extra
 from llmc.checkpoint.model_file import write_model
 from llmc.checkpoint.store import held_folder
 from llmc.checkpoint.writer import Writer
@@ -420,7 +421,8 @@ def test_a_skipped_update_leaves_weights_optimizer_and_windows_as_they_were(case
         what = {"-sl": "loss", "-sg": "grad"}[flag]
         assert re.findall("skipping update due to (.*) z-score of", out) == [what]
         assert (before / f"model_{at:08d}.bin").read_bytes() == (after / f"model_{at + 1:08d}.bin").read_bytes()
-        assert (before / f"extra_{at:08d}_00000.json").read_bytes() == (after / f"extra_{at + 1:08d}_00000.json").read_bytes()
+        extras = [read_extra(folder / f"extra_{step:08d}_00000.json") for folder, step in ((before, at), (after, at + 1))]
+        assert replace(extras[0], crc32={}) == replace(extras[1], crc32={}), "only the state's number of the step differs"
         moments = slice(1024, 1024 + 3 * 4 * num_parameters(CONFIG))
         assert (before / f"state_{at:08d}_00000.bin").read_bytes()[moments] == (after / f"state_{at + 1:08d}_00000.bin").read_bytes()[
             moments

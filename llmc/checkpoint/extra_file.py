@@ -27,7 +27,7 @@ class Extra:
     data: dict | None = None  # as TokenLoader.data_state has it
     seed: int = 0  # --seed; llm.c's checkpoints have its seeds
     optimisation: dict = field(default_factory=dict)  # values of the flags above
-    model: str | None = None  # digest_of the model file, in the first rank's
+    crc32: dict = field(default_factory=dict)  # of the "state" file beside it and, in the first rank's, of the "model" file
 
 
 NO_FILE = Extra()  # as in a checkpoint of llm.c
@@ -73,6 +73,14 @@ def read_number(path, entry: str, flag: Flag) -> int | None:
         expected = f"a whole number from {flag.at_least} to {flag.at_most}"
         raise UserError(f"{path} says {entry} {value!r}; expected {expected}, so it is damaged; {RESUME_FROM_ANOTHER}")
     return value
+
+
+def read_crc(path, name: str) -> int | None:
+    """The CRC-32 of a file, "state" or "model", that an extra file names; None where it names none. Raises UserError for what is none."""
+    written = read_extra(path).crc32
+    if not (isinstance(written, dict) and all(type(crc) is int and 0 <= crc < 1 << 32 for crc in written.values())):
+        raise UserError(f"{path} says crc32 {written!r}; expected those of files, so it is damaged; {RESUME_FROM_ANOTHER}")
+    return written.get(name)
 
 
 def optimisation(s: Settings, total_batch_size: int) -> dict:

@@ -20,11 +20,12 @@ def parameter_bytes(config: ModelConfig, precision: str) -> int:
     return num_parameters(config) * DTYPE_BYTES[precision]
 
 
-def write_model(path, config: ModelConfig, precision: str, pieces) -> None:
+def write_model(path, config: ModelConfig, precision: str, pieces) -> int:
     """Write a model file, whole or not at all.
 
     precision  "fp32" | "bf16", of every tensor, including those of the layernorms
     pieces     iterable of uint8 arrays, C-contiguous: the parameters in table order, cut anywhere
+    Returns the file's CRC-32.
     Raises UserError where the disk is full or denies the write; AssertionError when the pieces do not add up to the model.
     """
     header = new_header(
@@ -32,7 +33,7 @@ def write_model(path, config: ModelConfig, precision: str, pieces) -> None:
         config.num_layers, config.num_heads, config.channels, config.padded_vocab_size,
     )  # fmt: skip
     pieces = adding_up_to(pieces, parameter_bytes(config, precision))
-    write_atomically(path, chain([header], pieces), doing="writing the model")
+    return write_atomically(path, chain([header], pieces), doing="writing the model")
 
 
 def adding_up_to(pieces, expected: int):

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmc.checkpoint.extra_file import Extra, write_extra
+from llmc.checkpoint.extra_file import Extra, read_crc, write_extra
 from llmc.checkpoint.model_file import open_weights, read_model_header, write_model
 from llmc.checkpoint.state_file import TrainingState, write_state
 from llmc.checkpoint.store import extra_path, model_path, state_path, unmark
 from llmc.checkpoint.whole_tensors import shares, whole_tensors
 from llmc.checkpoint.writer import PIECE_BYTES
 from llmc.errors import RESUME_FROM_ANOTHER, UserError
-from llmc.files import Numbers, digest_of, make_folder
+from llmc.files import Numbers, crc_of, make_folder
 from llmc.memory.layout import runs
 from llmc.memory.tables import num_parameters
 
@@ -51,13 +51,17 @@ def contents(folder, step, model, loader, extra: Extra):
     tensors yields flat tensors on the model's device, each of which the next may overwrite; `write` holds all else, as it is now. All ranks
     must take all of them, one by one as they come, because the ranks gather weights from one another.
     """
-    sharing, options = model.sharing, model.plan.options
+    sharing, options, crc32 = model.sharing, model.plan.options, {}
     weights = whole_tensors(model, "parameters") if model.division.size > 1 else sharing.whole_weights()
     weights = (piece for whole in weights for piece in pieces(whole))
     if is_first(model):
-        path = model_path(folder, step)
-        print(f"Writing model to {path}", flush=True)
-        yield partial(write_model, path, options.config, options.precision), weights
+        model_file = model_path(folder, step)
+        print(f"Writing model to {model_file}", flush=True)
+
+        def write_weights(pieces):
+            crc32["model"] = write_model(model_file, options.config, options.precision, pieces)
+
+        yield write_weights, weights
     for _ in weights:  # the other ranks give their shares of each piece
         pass
     state = TrainingState(
@@ -66,15 +70,14 @@ def contents(folder, step, model, loader, extra: Extra):
     )  # fmt: skip
     tensors = (piece for name in options.state_tensors for piece in state_pieces(model, name))
     if model.division.rank == 0:
-        path = state_path(folder, step, sharing.rank)
-        print(f"Writing state to {path}", flush=True)
+        state_file = state_path(folder, step, sharing.rank)
+        print(f"Writing state to {state_file}", flush=True)
 
-        def write(pieces):
-            written = digest_of(model_path(folder, step)) if is_first(model) else None  # that file was written just before
-            write_extra(extra_path(folder, step, sharing.rank), replace(extra, model=written))
-            write_state(path, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
+        def write_state_and_extra(pieces):
+            crc32["state"] = write_state(state_file, state, pieces, num_parameters(options.config) // options.ranks_of("m"))
+            write_extra(extra_path(folder, step, sharing.rank), replace(extra, crc32=crc32))
 
-        yield write, tensors
+        yield write_state_and_extra, tensors
     for _ in tensors:  # the other parts give theirs
         pass
 
@@ -108,10 +111,10 @@ def load_snapshot(folder, step, model, saved):
 
     The state files hold fp32. m and v that this run keeps in fewer bits are rounded to nearest, which is exact where they were as short
     when written. Without a saved master, this run's starts from the weights. A model of another precision than the checkpoint's takes its
-    weights from the master, which the checkpoint must then have (source.check_precision). Raises UserError for damaged files, and for a
-    model file that is not the one written with the state.
+    weights from the master, which the checkpoint must then have (source.check_precision). Raises UserError for files that are damaged, or
+    not those that were written.
     """
-    check_model_file(model_path(folder, step), saved.extra_of(0).model, extra_path(folder, step, 0))
+    check_files(folder, step, saved.num_processes, model)
     state, options, path = saved.state_of(0), model.plan.options, state_path(folder, step, 0)
     _, written_in = read_model_header(model_path(folder, step))
     converts, master_weights = written_in != options.precision, "master" in options.state_tensors
@@ -136,13 +139,20 @@ def load_snapshot(folder, step, model, saved):
         model.load_master(partial(read_arena, model.layout, read_master))
 
 
-def check_model_file(path, written, source):
-    """Raise UserError unless this is the model file with the digest `written` in `source`; None, as in llm.c's, allows any file."""
-    if written is not None and digest_of(path) != written:
-        raise UserError(
-            f"{path} is not the file that was written with the training state beside it, by what {source.name} says; put that one back, "
-            f"remove {source.name} if llm.c has written both, start a new run from this model with -e, or {RESUME_FROM_ANOTHER}"
-        )
+def check_files(folder, step, num_processes, model):
+    """Raise UserError if a file of a checkpoint that so many ranks wrote does not hold what was written, by its CRC-32. The processes of
+    the run share the files among them. In a checkpoint of llm.c, which names none, any files will do."""
+    sharing, division = model.sharing, model.division
+    states = ((state_path(folder, step, rank), "state", rank) for rank in range(num_processes))
+    files = [(model_path(folder, step), "model", 0), *states]
+    for path, name, rank in files[sharing.rank * division.size + division.rank :: sharing.size * division.size]:
+        source = extra_path(folder, step, rank)
+        written = read_crc(source, name)
+        if written is not None and (found := crc_of(path, sharing.moved)) != written:
+            raise UserError(
+                f"{path} is damaged or another file: its CRC-32 is {found:08x}, and by what {source.name} says {written:08x} was written; "
+                f"put that one back, remove {source.name} if another program has written the checkpoint, or {RESUME_FROM_ANOTHER}"
+            )
 
 
 def state_pieces(model, name):

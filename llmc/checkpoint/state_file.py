@@ -37,11 +37,12 @@ class TrainingState:
     loader: LoaderState
 
 
-def write_state(path, state: TrainingState, tensors, num_parameters: int) -> None:
+def write_state(path, state: TrainingState, tensors, num_parameters: int) -> int:
     """Write a state file, whole or not at all.
 
     tensors         iterable of uint8 arrays, C-contiguous: the bytes of m, v and, with master weights, master, in fp32
     num_parameters  elements of each: this rank's shard
+    Returns the file's CRC-32.
     Raises UserError where the disk is full or denies the write; AssertionError when the bytes do not add up.
     """
     loader = state.loader
@@ -52,7 +53,7 @@ def write_state(path, state: TrainingState, tensors, num_parameters: int) -> Non
     put_uint64(header, SHARD_IDX, loader.current_shard_idx)
     put_uint64(header, SAMPLE_IDX, loader.current_sample_idx)
     tensors = adding_up_to(tensors, 4 * num_parameters * len(state_tensors(state.use_master_weights)))
-    write_atomically(path, chain([header], tensors, loader_pieces(loader)), doing="writing the state")
+    return write_atomically(path, chain([header], tensors, loader_pieces(loader)), doing="writing the state")
 
 
 def loader_pieces(loader: LoaderState) -> list:
