@@ -34,11 +34,11 @@ READ_BYTES = 1 << 20  # of a file at a time
 SYNC_BYTES = 1 << 30  # written between syncs: the page cache would take more, and the last sync would do all of the waiting in one call
 
 
-def write_atomically(path, pieces, *, doing: str = "writing") -> int:
+def write_atomically(path, pieces, *, doing: str = "writing") -> str:
     """Write `pieces` to `path` so that the file appears whole or not at all, as `replaced` does, and raises what that raises.
 
     pieces  iterable of C-contiguous buffers (bytes, numpy arrays), written back to back; may be a generator
-    Returns the CRC-32 of what was written.
+    Returns the CRC-32 of what was written, 8 hex digits.
     """
     crc = 0
     with replaced(path, doing=doing) as temporary, open(temporary, "wb") as file:
@@ -50,11 +50,11 @@ def write_atomically(path, pieces, *, doing: str = "writing") -> int:
                 file.flush()
                 os.fsync(file.fileno())
                 unsynced = 0
-    return crc
+    return f"{crc:08x}"
 
 
-def crc_of(path, moved=lambda: None) -> int:
-    """The CRC-32 of what is in a file. Raises UserError if it cannot be read.
+def crc_of(path, moved=lambda: None) -> str:
+    """The CRC-32 of what is in a file, 8 hex digits. Raises UserError if it cannot be read.
 
     moved  called before each piece
     """
@@ -63,7 +63,7 @@ def crc_of(path, moved=lambda: None) -> int:
         while piece := file.read(READ_BYTES):
             moved()
             crc = zlib.crc32(piece, crc)
-    return crc
+    return f"{crc:08x}"
 
 
 @contextmanager

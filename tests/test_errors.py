@@ -534,7 +534,7 @@ def forged(damage):
     def forge(log):
         damaged(STATE, damage)(log)
         entries = json.loads((log / EXTRA).read_text())
-        entries["crc32"]["state"] = zlib.crc32((log / STATE).read_bytes())
+        entries["crc32"]["state"] = f"{zlib.crc32((log / STATE).read_bytes()):08x}"
         replace(log / EXTRA, json.dumps(entries).encode())
 
     return forge
@@ -575,7 +575,8 @@ RESUMES = {
         "", MODEL, "is damaged or another file", EXTRA, "or resume from another checkpoint: remove"),
     "another bit in the model": (damaged(MODEL, another_bit), "", MODEL, "is damaged or another file", EXTRA),
     "another bit in the state": (damaged(STATE, another_bit), "", STATE, "is damaged or another file", EXTRA),
-    "a negative CRC-32": (damaged(EXTRA, lambda raw: raw.replace(b'"state": ', b'"state": -')), "", EXTRA, "expected those of files"),
+    "a CRC-32 of null": (damaged(EXTRA, lambda raw: re.sub(rb'"state": ".*"', b'"state": null', raw)),
+        "", EXTRA, "expected those of files"),
     "model of 0 layers": (damaged(MODEL, word(4, 0)), "", MODEL, "num_layers = 0"),
     "model and state are swapped": (
         lambda log: ((log / MODEL).rename(log / "x"), (log / STATE).rename(log / MODEL), (log / "x").rename(log / STATE)),

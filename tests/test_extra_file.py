@@ -14,7 +14,7 @@ from llmc.flags import Settings, parse
 def test_the_bytes_are_those_of_every_version(tmp_path):
     """All entries in their order; what is not known, no seed among it, is left out."""
     path = tmp_path / "e.json"
-    write_extra(path, Extra({"sum": "0x0p+0"}, {}, 4, 64, {"shards": []}, optimisation={"warmup_steps": 2}, crc32={"state": 7}))
+    write_extra(path, Extra({"sum": "0x0p+0"}, {}, 4, 64, {"shards": []}, optimisation={"warmup_steps": 2}, crc32={"state": "0a1b2c3d"}))
     text = """{
  "loss_outliers": {
   "sum": "0x0p+0"
@@ -29,7 +29,7 @@ def test_the_bytes_are_those_of_every_version(tmp_path):
   "warmup_steps": 2
  },
  "crc32": {
-  "state": 7
+  "state": "0a1b2c3d"
  }
 }"""
     assert path.read_text() == text

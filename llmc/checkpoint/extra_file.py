@@ -75,10 +75,10 @@ def read_number(path, entry: str, flag: Flag) -> int | None:
     return value
 
 
-def read_crc(path, name: str) -> int | None:
+def read_crc(path, name: str) -> str | None:
     """The CRC-32 of a file, "state" or "model", that an extra file names; None where it names none. Raises UserError for what is none."""
     written = read_extra(path).crc32
-    if not (isinstance(written, dict) and all(type(crc) is int and 0 <= crc < 1 << 32 for crc in written.values())):
+    if not (isinstance(written, dict) and all(isinstance(crc, str) for crc in written.values())):
         raise UserError(f"{path} says crc32 {written!r}; expected those of files, so it is damaged; {RESUME_FROM_ANOTHER}")
     return written.get(name)
 

@@ -20,7 +20,7 @@ def parameter_bytes(config: ModelConfig, precision: str) -> int:
     return num_parameters(config) * DTYPE_BYTES[precision]
 
 
-def write_model(path, config: ModelConfig, precision: str, pieces) -> int:
+def write_model(path, config: ModelConfig, precision: str, pieces) -> str:
     """Write a model file, whole or not at all.
 
     precision  "fp32" | "bf16", of every tensor, including those of the layernorms

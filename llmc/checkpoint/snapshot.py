@@ -150,7 +150,7 @@ def check_files(folder, step, num_processes, model):
         written = read_crc(source, name)
         if written is not None and (found := crc_of(path, sharing.moved)) != written:
             raise UserError(
-                f"{path} is damaged or another file: its CRC-32 is {found:08x}, and by what {source.name} says {written:08x} was written; "
+                f"{path} is damaged or another file: its CRC-32 is {found}, and by what {source.name} says {written} was written; "
                 f"put that one back, remove {source.name} if another program has written the checkpoint, or {RESUME_FROM_ANOTHER}"
             )
 

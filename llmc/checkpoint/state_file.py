@@ -37,7 +37,7 @@ class TrainingState:
     loader: LoaderState
 
 
-def write_state(path, state: TrainingState, tensors, num_parameters: int) -> int:
+def write_state(path, state: TrainingState, tensors, num_parameters: int) -> str:
     """Write a state file, whole or not at all.
 
     tensors         iterable of uint8 arrays, C-contiguous: the bytes of m, v and, with master weights, master, in fp32
