@@ -42,7 +42,8 @@ from llmc.checkpoint.store import extra_path, first_without_room, held_folder, s
 from llmc.clock import StepClock
 from llmc.distributed.place import find_place
 from llmc.distributed.world import (
-    World, bound_note, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest, told,
+    World, anybody, bound_note, check_shared, close_world, connect_groups, connect_world, device_of, meet_world, prepare_torch, smallest,
+    told,
 )  # fmt: skip
 from llmc.errors import (
     INPUT_CODE, INTERRUPT_CODE, MEMORY_CODE, Interrupted, NotEnoughMemory, RankLost, UserError, end_with, fill_closed_streams,
@@ -585,7 +586,7 @@ def loop(run: Run):
 def end_untrained(run: Run):
     """Asked to stop before the first step, so a checkpoint has nothing to keep: end as at start-up, by a signal or an error. A run whose
     output was lost ends as it does after any step."""
-    if not run.model.sharing.anybody(run.stop.lost_output is not None):
+    if not anybody(run.world, run.stop.lost_output is not None):
         end_on_failure(run)
         interrupted = Interrupted(run.stop.number or signal.SIGTERM)
         end_alike(run, interrupted, interrupted.code)
@@ -752,7 +753,7 @@ def prove_last(run: Run, step: int):
     if run.last_batch is None:
         with bad_data_stops(run):
             run.data.train_loader.look_ahead(1)
-        if run.model.sharing.anybody(run.stop.error is not None):
+        if anybody(run.world, run.stop.error is not None):
             run.stop.agreed = True
             return
     batch = run.last_batch or run.data.train_loader.next_batch()
@@ -890,7 +891,7 @@ def checkpoint(run: Run, step: int):
 
 def agree_to_stop(run: Run):
     """Tell all ranks whether one of them was asked to stop. Collective: all ranks must call it."""
-    if run.model.sharing.anybody(run.stop.requested):
+    if anybody(run.world, run.stop.requested):
         run.stop.agreed = True
 
 

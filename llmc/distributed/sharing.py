@@ -33,10 +33,6 @@ class OneRank:
     def moved(self):
         """Say that something long still goes on, so that nobody takes it for a hang."""
 
-    def anybody(self, says: bool) -> bool:
-        """Whether any rank `says` so. All ranks must make this call, as they wait for one another."""
-        return says
-
     def total(self, number: float) -> float:
         """The sum of the numbers of all ranks that have the same part of the model, and so data of their own."""
         return number
@@ -121,11 +117,6 @@ class Sharing:
     @property
     def written_by_all(self):
         return self._acts["rank_numbers"][:, WRITTEN].amin()
-
-    def anybody(self, says):
-        said = torch.tensor([float(says)], device=self._model.device)
-        self.everyone.largest([said]).wait()
-        return said.item() > 0
 
     def total(self, number):
         numbers = torch.zeros(self.size, dtype=torch.float64, device=self._model.device)

@@ -213,6 +213,11 @@ def smallest(world: World, number: int) -> int:
     return said.item()
 
 
+def anybody(world: World, says: bool) -> bool:
+    """Whether any rank `says` so, the same on every rank."""
+    return smallest(world, -int(says)) < 0
+
+
 def different_from_first(world: World, facts: dict, title: str) -> dict:
     """Facts in which this rank differs from rank 0, or which only rank 0 has: name -> rank 0's value.
 
