@@ -208,13 +208,6 @@ class Numbers:
         with readable(self.path):
             return _digest(self._file)
 
-    def will_need(self, at: int, n: int) -> None:
-        """Ask the OS to read numbers at..at+n into memory soon. Does not wait for them."""
-        if hasattr(os, "posix_fadvise"):
-            start, size = self._offset + at * self._dtype.itemsize, n * self._dtype.itemsize
-            with suppress(OSError):  # left to whoever reads them
-                os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
-
 
 def digest_of(path) -> str:
     """12 hex digits that stand for a file's contents: a hash of its size and of 64 pieces spread over it, which take no time to read."""

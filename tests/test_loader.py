@@ -17,7 +17,6 @@ from llmc.data.remainder import Geometry, Remainder
 from llmc.data.shards import write_shard
 from llmc.data.walk import Rest
 from llmc.errors import UserError
-from llmc.files import Numbers
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -345,21 +344,7 @@ def test_the_first_batches_are_served_again_and_again_whatever_becomes_of_their_
     assert_same(batches(loader, 3), batches_of(range(31), 10))
 
 
-def test_the_system_is_asked_to_read_what_comes_next_but_where_a_shard_begins(shards, monkeypatch):
-    """Exactly the tokens of the next batch and its last target; in what is left of an epoch wherever they lie."""
-    asked, read, real = set(), [], Numbers.read
-    monkeypatch.setattr(Numbers, "will_need", lambda shard, at, n: asked.add((shard.path, at, n)))
-    monkeypatch.setattr(Numbers, "read", lambda shard, at, n: read.append((shard.path, at, n)) or real(shard, at, n))
-    loader = TokenLoader(shards, 2, 5)
-    batches(loader, 22)
-    assert len(read) == 22 and [each for each in read if each not in asked] == [(path, 0, 11) for path in loader.paths[1:]]
-    remainder = Remainder(np.array([[3, 13], [107, 117]]), loader.geometry)
-    loader._go_to(dataclasses.replace(loader._cursor, rest=Rest(remainder, np.array([1, 0]), 0)))
-    batches(loader, 2)
-    assert read[22:] == [(loader.paths[1], 6, 11), (loader.paths[0], 3, 11)] and asked.issuperset(read[22:])
-
-
-def test_reading_ahead_of_what_is_looked_at_refuses_nothing(shards, tmp_path):
+def test_a_shard_that_is_gone_is_met_no_sooner_than_its_batch(shards, tmp_path):
     """In what is left of an epoch the batch after it may be of a shard that is gone."""
     order = np.array([0, 1])
     remainder = Remainder(np.array([[0, 10], [101, 111]]), Geometry(2, 5, 1))

@@ -76,7 +76,6 @@ def test_a_shard_that_is_cut_short_while_it_is_open_is_an_error_and_no_signal(tm
     shard = open_shard(path)
     assert shard.read(3, 6).tolist() == [3, 4, 5, 6, 7, 8]
     os.truncate(path, 1024 + 2 * left)
-    shard.will_need(3, 6)
     assert shard.read(0, left).tolist() == list(range(left))
     with pytest.raises(UserError, match=f"x.bin cannot be read beyond byte {1024 + 2 * max(left, 3)}: .*whole file back"):
         shard.read(3, 6)

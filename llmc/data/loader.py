@@ -71,7 +71,7 @@ class TokenLoader:
             before = self._coming[-1][0] if self._coming else self._cursor
             cursor = self._walk.after(before)
             self._coming.append((cursor, [self._read(piece) for piece in cursor.batch]))
-            self._arrive(cursor)
+            self._let_go(cursor)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next inputs and targets, int64 (B, T) each. A target is the token after its input in the shard, even at the end of a piece.
@@ -137,11 +137,10 @@ class TokenLoader:
 
     def _go_to(self, cursor: Cursor) -> None:
         self._cursor, self._coming = cursor, deque()  # _coming: those after it that were read ahead, and the tokens of their pieces
-        self._arrive(cursor)
+        self._let_go(cursor)
 
-    def _arrive(self, cursor: Cursor) -> None:
-        """Read ahead from this place, and let go of shards: what is kept may be of more of them than the system lets be open."""
-        self._walk.read_ahead(cursor)
+    def _let_go(self, cursor: Cursor) -> None:
+        """Let go of the shards of other places: batches that are kept may be of more of them than the system lets be open."""
         self._walk.keep_open(cursor, self._first, *(last for last, _ in self._again[-1:]))
 
     def _cursor_of(self, state: LoaderState) -> Cursor:

@@ -3,7 +3,6 @@
 A Cursor is immutable: each step makes a new one. So one can be saved, returned to, and looked ahead from while batches are served.
 """
 
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -74,7 +73,6 @@ class Walk:
     def __init__(self, paths: list[str], sizes: list[int], geometry: Geometry, rank: int):
         self.paths, self.sizes, self.geometry, self.rank = paths, sizes, geometry, rank
         self._starts = np.cumsum([0, *sizes])  # of the shards on a remainder's axis
-        self._rest, self._batch = None, ()  # the rest whose batch was found last, and that batch: it is read ahead, then served
         self._open: set[Numbers] = set()
 
     def begin(self, rng: MersenneTwister | None, shard_indices: np.ndarray | None = None) -> Cursor:
@@ -94,17 +92,6 @@ class Walk:
             cursor = self._next_shard(cursor)
         return replace(cursor, sample_idx=cursor.sample_idx + 1, rest=None, batch=self._batch_of_shard(cursor))
 
-    def read_ahead(self, cursor: Cursor) -> None:
-        """Ask the OS to read the pages of the batch after this place, unless another shard begins there. Does not wait for them."""
-        batch = ()
-        if cursor.rest and cursor.rest.has_more:
-            with suppress(UserError):  # left to whoever needs the batch
-                batch = self._batch_of_rest(cursor.rest)
-        elif cursor.sample_idx < cursor.num_samples:
-            batch = self._batch_of_shard(cursor)
-        for piece in batch:
-            piece.shard.will_need(piece.start, piece.end - piece.start + 1)
-
     def open(self, number: int) -> Numbers:
         """Open the shard with this number among the paths."""
         path, size = self.paths[number], self.sizes[number]
@@ -116,8 +103,8 @@ class Walk:
         return shard
 
     def keep_open(self, *cursors: Cursor) -> None:
-        """Close the shards that are neither those of these cursors nor read ahead."""
-        kept = {cursor.shard for cursor in cursors} | {piece.shard for piece in self._batch}
+        """Close the shards that are not those of these cursors."""
+        kept = {cursor.shard for cursor in cursors}
         for shard in self._open - kept:
             shard.close()
         self._open &= kept
@@ -149,8 +136,6 @@ class Walk:
 
     def _batch_of_rest(self, rest: Rest) -> tuple[Piece, ...]:
         """The rank's part of the next sample of the rest: its pieces are mostly of one shard."""
-        if self._rest is rest:
-            return self._batch
         batch, opened = [], {}
         for start, end in rest.remainder.batch(self.rank, int(rest.order[rest.served])).tolist():
             number = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -158,8 +143,7 @@ class Walk:
                 opened[number] = self.open(number)
             first = int(self._starts[number])
             batch.append(Piece(opened[number], start - first, end - first))
-        self._rest, self._batch = rest, tuple(batch)
-        return self._batch
+        return tuple(batch)
 
 
 def permuted(rng: MersenneTwister, array: np.ndarray) -> tuple[MersenneTwister, np.ndarray]:
