@@ -17,9 +17,9 @@ def promised_tflops(device_name: str, precision: str, tf32: bool = True) -> floa
     """
     assert precision in ("bf16", "fp32"), precision
     words = _words(device_name)
-    if any(_occurs(_words(name), words) for name in OTHER_HARDWARE):
+    if any(_words(name) in words for name in OTHER_HARDWARE):
         return None
-    found = [name for name in PEAKS if _occurs(_words(name), words)]
+    found = [name for name in PEAKS if _words(name) in words]
     bf16, fp32 = PEAKS[max(found, key=len)] if found else (None, None)
     if precision == "bf16":
         return bf16
@@ -39,9 +39,6 @@ def model_flops_utilization(flops_per_token: int, tokens: int, dt_s: float, peak
     return flops_per_token * tokens / dt_s / (peak_tflops * 1e12)
 
 
-def _words(name: str) -> list[str]:
-    return findall(r"[a-z0-9]+", name.lower())
-
-
-def _occurs(part: list[str], whole: list[str]) -> bool:
-    return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
+def _words(name: str) -> str:
+    """A name's letters and digits in lower case, with a blank before and after each word: so words are found in others as a text is."""
+    return f" {' '.join(findall(r'[a-z0-9]+', name.lower()))} "
