@@ -13,7 +13,6 @@ attention's products (the causal half of these), each counted once, as in llm.c'
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from llmc.errors import UserError, code_of_child, run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on
+from llmc.host import peak_resident_bytes
 from llmc.logger import Logger, format_step_line
 from llmc.memory.ladder import NOT_KEPT
 from llmc.memory.plan import Plan
@@ -42,6 +42,7 @@ from llmc.source import Source, check_lengths
 from llmc.units import MIB, ceil_mib
 from scripts.arguments import number_from
 from scripts.bench_pytorch import PyTorchTrainer
+from scripts.gpu_common import random_tokens
 
 
 def main():
@@ -125,10 +126,6 @@ def config_of(args):
     return config
 
 
-def random_batch(args, config):
-    return np.random.default_rng(0).integers(0, config.vocab_size, (2, args.batch_size, args.sequence_length))
-
-
 def name_of_pytorch(args) -> str:
     return "torch.compile" if args.compile else "pytorch"
 
@@ -163,7 +160,7 @@ def measure_time(args, backend, precision, warmup=2) -> dict:
     """Time steps of the two sides in turn, each pair after a large matmul. Returns medians of the seconds of each side, of the matmul's
     FLOP/s and of the share of its rate that each side reaches; the ratios of their seconds; and a step's FLOPs."""
     config = config_of(args)
-    tokens = random_batch(args, config)
+    tokens = random_tokens(config, args.batch_size, args.sequence_length)
     on_device = torch.from_numpy(tokens).to(backend.device)
     sides = {
         "ours": (OurTrainer(args, config, precision, backend), tokens),
@@ -233,8 +230,8 @@ def measure_host_side(args, precision):
 
 def peak_memory(args, backend, precision) -> str:
     config = config_of(args)
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    tokens = random_batch(args, config)
+    base = peak_resident_bytes()
+    tokens = random_tokens(config, args.batch_size, args.sequence_length)
     if args.only == "ours":
         trainer, batch = OurTrainer(args, config, precision, backend), tokens
     else:
@@ -244,7 +241,7 @@ def peak_memory(args, backend, precision) -> str:
         trainer.step(*batch)
     if backend.kind == "cuda":
         return f"peak {torch.cuda.max_memory_reserved()} bytes"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_resident_bytes()
     planned = f", planned {trainer.model.plan.total_bytes // MIB} MiB" if args.only == "ours" else ""
     print(f"  {args.only}: {(peak - base) // MIB} MiB over the {base // MIB} MiB of python and torch{planned}")
     return f"peak {peak} bytes"

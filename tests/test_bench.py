@@ -10,6 +10,7 @@ from llmc.config import ModelConfig
 from llmc.errors import UserError
 from scripts import bench
 from scripts.bench_pytorch import PyTorchTrainer
+from scripts.gpu_common import random_tokens
 
 CONFIG = ModelConfig(max_seq_len=16, vocab_size=64, padded_vocab_size=64, num_layers=2, num_heads=2, channels=32)
 ARGS = Namespace(model="tiny", batch_size=2, sequence_length=16, recompute=0, kernels="torch", matmul="native", compile=False)
@@ -33,7 +34,7 @@ def side_by_side():
 
 def test_both_sides_make_the_same_steps():
     ours, theirs = side_by_side()
-    tokens = bench.random_batch(ARGS, CONFIG)
+    tokens = random_tokens(CONFIG, ARGS.batch_size, ARGS.sequence_length)
     losses = [(ours.step(*tokens), theirs.step(*torch.from_numpy(tokens))) for _ in range(5)]
     assert losses[4][0] < losses[0][0] - 0.01, "five steps should learn something, else this test compares nothing but forward passes"
     for mine, their in losses:
@@ -57,4 +58,4 @@ def test_a_machine_that_cannot_compile_is_told_in_one_sentence(monkeypatch):
     monkeypatch.setattr(torch, "compile", fails)
     args, backend = Namespace(**{**vars(ARGS), "compile": True}), open_backend("cpu", 0, True, "native")
     with pytest.raises(UserError, match=r"^torch.compile cannot compile here: .*No working C\+\+ compiler found; mend that, or"):
-        bench.pytorch_trainer(args, CONFIG, "fp32", backend, torch.from_numpy(bench.random_batch(args, CONFIG)))
+        bench.pytorch_trainer(args, CONFIG, "fp32", backend, torch.from_numpy(random_tokens(CONFIG, 2, 16)))
