@@ -13,16 +13,14 @@ import numpy as np
 class TokenOrder:
     """Positions of a batch (n of them), grouped by token; all int32.
 
-    positions          (n,)      grouped by token, ascending within each group
-    tokens             (m,)      the distinct tokens, ascending
-    starts             (m + 1,)  where each token's group starts in positions; the last is n
-    token_of_position  (n,)      for every position, the index of its token in tokens
+    positions  (n,)      grouped by token, ascending within each group
+    tokens     (m,)      the distinct tokens, ascending
+    starts     (m + 1,)  where each token's group starts in positions; the last is n
     """
 
     positions: np.ndarray
     tokens: np.ndarray
     starts: np.ndarray
-    token_of_position: np.ndarray
 
 
 def token_order(inputs) -> TokenOrder:
@@ -34,6 +32,4 @@ def token_order(inputs) -> TokenOrder:
     tokens_sorted = flat[positions]
     first = np.flatnonzero(np.concatenate(([True], tokens_sorted[1:] != tokens_sorted[:-1])))
     starts = np.append(first, len(flat))
-    token_of_position = np.empty(len(flat), np.int32)
-    token_of_position[positions] = np.repeat(np.arange(len(first), dtype=np.int32), np.diff(starts))
-    return TokenOrder(positions.astype(np.int32), tokens_sorted[first].astype(np.int32), starts.astype(np.int32), token_of_position)
+    return TokenOrder(positions.astype(np.int32), tokens_sorted[first].astype(np.int32), starts.astype(np.int32))

@@ -154,9 +154,7 @@ class Divided:
     def own_order(self, order):
         first, last = (bisect_left(order.tokens, self.first_token + n) for n in (0, self.vocabulary))
         begin, end = order.starts[first], order.starts[last]
-        return TokenOrder(
-            order.positions[begin:end], order.tokens[first:last] - self.first_token, order.starts[first : last + 1] - begin, None
-        )  # fmt: skip
+        return TokenOrder(order.positions[begin:end], order.tokens[first:last] - self.first_token, order.starts[first : last + 1] - begin)
 
     def embedding(self, wte, token):
         row = torch.zeros_like(wte[0])

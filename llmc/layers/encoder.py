@@ -48,7 +48,8 @@ def encoder_backward(dwte, dwpe, dout, inputs, order, scratch, *, seed, accumula
         return
     positions = torch.arange(T, device=dout.device)
     _add_rows(dwpe, positions, position_sums, scratch, seed=seed, first_noise_row=dwte.shape[0])
-    tokens, slot = (torch.from_numpy(x).to(dout.device, torch.int64) for x in (order.tokens, order.token_of_position))
+    tokens = torch.from_numpy(order.tokens).to(dout.device, torch.int64)
+    slot = torch.searchsorted(tokens, inputs.view(-1))
     token_sums = sums[: len(tokens)].zero_()
     with deterministic(dwte.device):
         token_sums.index_add_(0, slot, rows.view(-1, C))
