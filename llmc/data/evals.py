@@ -36,7 +36,6 @@ class Row(NamedTuple):
 
     tokens: np.ndarray
     context_length: int
-    ends_example: bool
 
 
 def write_eval_file(path, examples: Iterable[Example]) -> int:
@@ -136,21 +135,17 @@ class EvalLoader:
         float32 (B, T). It is called `num_batches` times. Rows form one stream that is cut into batches, so the rows of one example may
         be spread over several, and no B is too small. Unused positions hold token 0.
         """
-        scores, correct, examples, rows = [], 0, iter(self._examples), self._rows()
+        scores, rows = [], self._rows()
         for _ in range(self.num_batches):
             batch = self._fill(rows)
-            losses = token_losses(self._inputs, self._targets)
-            for row, row_losses in zip(batch, losses):
-                scores.append(completion_loss(row_losses, row))
-                if row.ends_example:
-                    correct += likeliest(scores) == next(examples).label
-                    scores = []
-        return correct
+            scores += map(completion_loss, token_losses(self._inputs, self._targets), batch)
+        chosen = [likeliest(scores[at : at + NUM_COMPLETIONS]) for at in range(0, len(scores), NUM_COMPLETIONS)]
+        return sum(place == example.label for place, example in zip(chosen, self._examples))
 
     def _rows(self) -> Iterator[Row]:
         for example in self._examples:
-            for number, completion in enumerate(example.completions, 1):
-                yield Row(np.concatenate([example.context, completion]), len(example.context), number == len(example.completions))
+            for completion in example.completions:
+                yield Row(np.concatenate([example.context, completion]), len(example.context))
 
     def _fill(self, rows: Iterator[Row]) -> list[Row]:
         """Put the next B rows, or the fewer that are left, into the batch, and return them."""
@@ -184,8 +179,4 @@ def completion_loss(losses: np.ndarray, row: Row) -> np.float32:
 
 def likeliest(scores: list[np.float32]) -> int:
     """The index of the smallest mean loss, the first of equals. A NaN in place 0 wins, as nothing is less than NaN (as in llm.c)."""
-    best = 0
-    for place, score in enumerate(scores):
-        if score < scores[best]:
-            best = place
-    return best
+    return min(range(len(scores)), key=scores.__getitem__)
