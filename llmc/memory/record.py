@@ -28,7 +28,7 @@ class MemoryRecord:
         self._path = Path(folder) / RECORD_NAME if folder else None
         self._backend, self._phases, self._failed = backend, set(), raise_error
         self._baseline = self._peak = backend.baseline_bytes()
-        known = {
+        self._record = {
             "version": __version__,
             "device": backend.name,
             "flags": asdict(settings),
@@ -43,9 +43,9 @@ class MemoryRecord:
                 "tensors": tensor_rows(plan),
             },
             "baseline_bytes": self._baseline,
+            "measured": [],
+            "speed": None,
         }  # fmt: skip
-        self._known = _members(known)  # encoded once: the plan of a large model takes longer than all the rest of a write
-        self._measured = {"measured": [], "speed": None}
 
     def phase(self, name: str, step: int) -> None:
         """The first time that a phase ends, record the peak so far."""
@@ -54,7 +54,7 @@ class MemoryRecord:
         self._phases.add(name)
         # Linux counts a process's pages in parts, one for each thread, so a later reading may be some pages below an earlier one
         self._peak = peak = max(self._peak, self._backend.peak_bytes())
-        self._measured["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
+        self._record["measured"].append({"phase": name, "step": step, "peak_bytes": peak, "over_baseline_bytes": peak - self._baseline})
         self._write()
 
     def go_ahead(self, failed) -> None:
@@ -70,7 +70,7 @@ class MemoryRecord:
     def end(self, step: int, average_step_ms: float | None, tokens_per_step: int) -> int:
         """The run is over: record its speed, if known, and its last peak. Returns the peak as the excess over `baseline_bytes`."""
         if average_step_ms:
-            self._measured["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
+            self._record["speed"] = {"average_step_ms": average_step_ms, "tokens_per_s": tokens_per_step / average_step_ms * 1e3}
         self.phase("end", step)
         return self._peak - self._baseline
 
@@ -80,8 +80,7 @@ class MemoryRecord:
         if not self._phases & {"first step", "resume"} and _is_of_training(self._path):
             return
         try:
-            text = f"{{\n{self._known},\n{_members(self._measured)}\n}}"
-            write_atomically(self._path, [text.encode()], doing="writing the memory record")
+            write_atomically(self._path, [json.dumps(self._record, indent=1).encode()], doing="writing the memory record")
         except UserError as error:
             self._path = None
             self._failed(error)
@@ -93,8 +92,3 @@ def _is_of_training(path: Path) -> bool:
         return any(phase["phase"] == "first step" for phase in json.loads(path.read_text())["measured"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _members(values: dict) -> str:
-    """What stands between the outer braces of a JSON object of these values, indented by a blank at each depth."""
-    return json.dumps(values, indent=1)[2:-2]
