@@ -14,7 +14,7 @@ from math import isqrt
 import torch
 
 from llmc.backend import bf16_products
-from llmc.layers.rows import add_column_sums, finish_column_sums, rows_of
+from llmc.layers.rows import finish_column_sums, row_pieces, rows_of, widened
 from llmc.units import even_part
 
 
@@ -67,8 +67,10 @@ def matmul_dbias(dbias, dout, scratch, *, accumulate):
 
     Scratch: rows (4, ...) and column_sums (2, >= OC), fp32.
     """
-    total = scratch["column_sums"][0][: len(dbias)].zero_()
-    add_column_sums(total, rows_of(dout), scratch)
+    dy, (total, piece_sum) = rows_of(dout), scratch["column_sums"][:, : len(dbias)]
+    total.zero_()
+    for part, work, *_ in row_pieces(dy, scratch):
+        total.add_(torch.sum(widened(dy[part], work), 0, out=piece_sum))
     finish_column_sums(dbias, total, accumulate)
 
 

@@ -37,13 +37,6 @@ def add_widened(total, x, room):
         total[at : at + len(piece)].add_(room[: len(piece)].copy_(piece))
 
 
-def add_column_sums(total, x, scratch):
-    """total (C,) fp32 += the sum over rows of x (n, C), taken in fp32. Scratch as in row_pieces, and column_sums."""
-    piece_sum = scratch["column_sums"][1][: len(total)]
-    for part, work, *_ in row_pieces(x, scratch):
-        total.add_(torch.sum(widened(x[part], work), 0, out=piece_sum))
-
-
 def finish_column_sums(out, total, accumulate):
     """out (C,) = total, added to what it held if `accumulate`: one rounding to its type. total is destroyed."""
     if accumulate:
