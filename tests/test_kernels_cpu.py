@@ -548,12 +548,13 @@ def numbers(x, kind):
     return flat if kind == np.float32 else (flat.view(np.uint32) >> 16).astype(np.uint16)
 
 
-chance = np.random.default_rng(0)
+NAN, chance = 0x7FC07FC0, np.random.default_rng(0)
 for kind in (np.float32, np.uint32):
     tile = block_tile_of(kind == np.uint32)
     rows, columns, depth = 3 * tile.rows, 2 * max(tile.columns, LANES), 83
     a, b, before = (chance.integers(-99, 100, shape).astype(np.float32) for shape in ((rows, depth), (depth, columns), (rows, columns)))
-    room = [np.full(96 * n, 0x7FC07FC0, np.uint32).view(kind) for n in (rows, columns)]  # of NaNs
+    all_depth = -(-depth // (tile.depth * (1 + (kind == np.uint32)))) * tile.depth  # factors
+    room = [np.full(96 * n, NAN, np.uint32).view(kind) for n in (rows, columns)]
     for a_turned in (False, True):
         for b_turned in (False, True):
             given = numbers(a.T if a_turned else a, kind), numbers(b.T if b_turned else b, kind)
@@ -563,6 +564,7 @@ for kind in (np.float32, np.uint32):
                 c = before.copy() if adds else np.full_like(before, np.nan)
                 product(c.ravel(), *matrices, *steps, *room, (rows, columns, depth), adds, triangle)
                 assert (c == (np.triu(a) if triangle else a) @ b + adds * before).all(), (kind, a_turned, b_turned, adds, triangle)
+                assert all((x[n * all_depth :].view(np.uint32) == NAN).all() for x, n in zip(room, (rows, columns))), "beyond its place"
 inp, weight = (torch.from_numpy(chance.integers(-9, 10, shape)).float() for shape in ((9, 70), (131, 70)))
 sums = torch.full((2 * matmul.PANEL, matmul.PANEL), torch.nan)
 kinds = (torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)
@@ -696,7 +698,7 @@ def test_neither_threads_nor_the_room_matter_to_a_bit_of_a_product(rows, C, OC, 
 def test_a_nan_stays_in_its_row_of_a_product(dtype, factors):
     """And one of the weight in its column: what a panel or a pair is filled up with is multiplied with neither."""
     room, inp, weight = matmul_room(factors), torch.ones(9, 13, dtype=dtype), torch.ones(70, 13, dtype=dtype)
-    inp[3, 12], weight[64, 12] = nan, nan
+    inp[3, ::12], weight[64, ::12] = nan, nan  # first and last, as a row before or behind would be read from
     out = torch.zeros(9, 70, dtype=dtype)
     matmul.matmul_forward(out, inp, weight, scratch=room)
     spoilt = torch.zeros(9, 70, dtype=torch.bool)
@@ -772,6 +774,57 @@ def test_a_product_may_begin_anywhere():
         out = memory[start : start + 40 * 96].view(40, 96)
         matmul.matmul_forward(out, inp, weight, scratch=matmul_room(BF16))
         assert torch.equal(out, inp @ weight.t()) and memory.isnan().sum() == 2 * start
+
+
+AT_THE_END_OF_MEMORY = """
+import ctypes
+import mmap
+
+import torch
+
+from llmc.units import round_up
+from test_kernels_cpu import BF16, FP32, MATMULS, attention, matmul, matmul_room
+from test_layers import ATTENTIONS, numba_attention_room
+
+
+def at_the_end(x):  # a copy, behind which begins a page that can be neither read nor written
+    memory = mmap.mmap(-1, round_up(x.nbytes, mmap.PAGESIZE) + mmap.PAGESIZE)
+    behind = len(memory) - mmap.PAGESIZE
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + behind), mmap.PAGESIZE, 0) == 0
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=behind - x.nbytes).view(x.shape).copy_(x)
+
+
+def ones(*shape, dtype):
+    return at_the_end(torch.ones(shape, dtype=dtype))
+
+
+for dtype, factors in ((FP32, FP32), (BF16, BF16), (BF16, FP32)):
+    for rows, C, OC in MATMULS[:6]:
+        room = {name: at_the_end(x) for name, x in matmul_room(factors, workers=1).items()}
+        inp, weight, bias, dout = (ones(*shape, dtype=dtype) for shape in ((rows, C), (OC, C), (OC,), (rows, OC)))
+        out, dinp, dweight = (ones(*x.shape, dtype=dtype) for x in (dout, inp, weight))
+        matmul.matmul_forward(out, inp, weight, bias, scratch=room)
+        matmul.matmul_dinput(dinp, dout, weight, scratch=room)
+        matmul.matmul_dweight(dweight, dout, inp, accumulate=True, scratch=room)
+        assert (out == C + 1).all() and (dinp == OC).all() and (dweight == rows + 1).all()
+    for B, T, C, NH in ATTENTIONS:
+        planned = numba_attention_room(B, T, C, NH, dtype, workers=1, factors="" if factors == dtype else "fp32")
+        room = {name: at_the_end(x) for name, x in planned.items()}
+        qkvr, dqkvr = (ones(B, T, 3 * C, dtype=dtype) for _ in range(2))
+        atty, datty = (ones(B, T, C, dtype=dtype) for _ in range(2))
+        lse, dbias = ones(B, NH, T, dtype=FP32), ones(3 * C, dtype=dtype)
+        attention.attention_forward(atty, lse, qkvr, NH, room)
+        attention.attention_backward(dqkvr, dbias, datty, qkvr, atty, lse, NH, room, accumulate=False)
+        assert (abs(atty - 1) < 1e-2).all()
+"""
+
+
+def test_matmuls_and_attention_neither_read_nor_write_behind_a_tensor():
+    """What lies there would not show in a result, but where nothing does, the process would end."""
+    environment = os.environ | {"PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", AT_THE_END_OF_MEMORY], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 LARGE, OF_AVX2 = tiles.Tile(8, 48, 1), tiles.Tile(4, 24, 1)  # of Intel's processors with AVX-512, and of AVX2's; this one may be neither

@@ -798,8 +798,8 @@ def test_attention_is_the_same_bits_whatever_its_room_held_and_leaves_the_matmul
 @dtypes
 @pytest.mark.parametrize("ours", ["numba", "numba, fp32 factors"], indirect=True)
 def test_attention_is_the_same_bits_on_any_number_of_threads_and_workers(ours, plain_torch, dtype):
-    """Of numba's; torch's takes heads that it has room for together."""
-    B, T, C, NH = 2, 67, 40, 4
+    """Of numba's; torch's takes heads that it has room for together. Two workers, which any machine has, do not share 15 heads evenly."""
+    B, T, C, NH = 3, 67, 40, 5
     qkvr, datty = noise(B, T, 3 * C, dtype=dtype, seed=1), noise(B, T, C, dtype=dtype, seed=2)
     results = []
     for threads, workers in ((1, 1), (2, 2), (2, 1), (3, 3), (5, 9)):
