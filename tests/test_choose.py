@@ -466,6 +466,14 @@ def test_a_way_that_rounds_m_and_v_comes_last():
     assert printed[-1] == "--optimizer-state bf16" and not any("--optimizer-state" in flags for flags in printed[:-1])
 
 
+def test_single_ways_come_in_the_order_of_what_they_cost():
+    """A longer update, waiting for the disk, half the batch, an eighth at three times the price, and rounded m and v."""
+    o = PlanOptions(D12, 8, 64, async_checkpoint=True)
+    costs = {way.flags: way.cost for way in ways_to_fit(o, total(o, step_sequences=8) - 1, 8, count=EVERY_WAY)}
+    singles = ["--master bits16", "--async-checkpoint 0", "-b 4 -d 512", "-b 1 -d 512", "--optimizer-state bf16"]
+    assert [flags for flags in costs if flags in singles] == singles and costs[singles[3]] == 3 * costs[singles[2]] < costs[singles[4]]
+
+
 def test_host_memory_comes_the_sooner_the_longer_a_step_is():
     """The bus takes as long for one sequence as for half a million tokens."""
     options, places = PlanOptions(D12, 4, 1024, device="cuda"), []
