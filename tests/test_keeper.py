@@ -243,6 +243,14 @@ def test_a_disk_that_fails_is_told_with_what_is_kept(keep, tmp_path, flags):
     (tmp_path / "DONE_00000009").unlink()
 
 
+def test_what_was_moved_away_meanwhile_is_not_said_to_be_kept(keep, tmp_path):
+    checkpoints = keep()
+    write(checkpoints, 2)
+    assert checkpoints.kept() == f"step 2 is kept in {tmp_path}: -y 1 goes on there"
+    (tmp_path / "DONE_00000002").unlink()
+    assert checkpoints.kept() == ""
+
+
 @pytest.mark.parametrize("what", ["a file", "cannot be listed"])
 def test_a_folder_that_fails_altogether_is_told_without_what_it_kept(keep, tmp_path, monkeypatch, what):
     """And with the error that was met first."""
