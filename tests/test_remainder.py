@@ -345,6 +345,27 @@ def test_the_shards_of_another_folder_are_the_same_by_name(shards, tmp_path):
     assert plan.remainder is None and batches(loaders, 99) == batches(old, 99)
 
 
+def test_shards_in_another_order_are_served_once_all_the_same(shards, tmp_path):
+    """Paths are sorted, and names alone say which shard is which: one in another folder than before has another place."""
+
+    def sort_into(folders):
+        for name, folder in zip(sorted(shards.tokens), folders):
+            path = tmp_path / "sorted" / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            next(tmp_path.rglob(name)).rename(path)
+
+    sort_into("abc")
+    shards.folder = tmp_path / "sorted" / "?"
+    old = shards.loaders(2, 8, 2)
+    done = {token for step in batches(old, 50) for batch in step for token in batch}
+    checkpoint = saved(old, tmp_path)
+    sort_into("bca")
+    loaders, plan = resumed(shards, (2, 8, 2), *checkpoint)
+    found = [token for step in batches(loaders, plan.remainder.num_samples) for batch in step for token in batch]
+    assert len(set(found)) == len(found) and not done & set(found)
+    assert len(shards.inputs() - done - set(found)) == plan.remainder.num_dropped < 32
+
+
 def test_a_shard_of_another_length_is_refused(shards, tmp_path):
     """Even where as many samples fit: its tokens need not be the ones of before."""
     old = shards.loaders(2, 8, 2)
@@ -466,6 +487,7 @@ def changed(extra, *path, to):
         (["data", "remainder", "intervals"], pack(np.array([[1801 + 700 + 1213, 4000]])), "not in its shards"),
         (["data", "remainder", "served"], -1, "makes no sense"),
         (["data", "remainder", "served"], 10**6, "1000000 batches served of"),
+        (["data", "remainder", "served"], 119, "119 batches served of 118"),
         (["data", "remainder", "served"], 1.5, "makes no sense"),
     ],
 )
