@@ -827,6 +827,41 @@ def test_matmuls_and_attention_neither_read_nor_write_behind_a_tensor():
     assert done.returncode == 0, done.stderr
 
 
+UNWRITTEN = """
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from llmc.kernels_cpu import door
+
+aligned = door.aligned
+
+
+@door.shared
+def full_of_nan(n):
+    room = aligned(n)
+    for i in range(n):
+        room[i] = np.nan
+    return room
+
+
+door.aligned = full_of_nan
+from llmc.kernels_cpu.attention import attention_backward, attention_forward
+from test_layers import judge_attention, numba_attention_room
+
+ours = SimpleNamespace(forward=attention_forward, backward=attention_backward, room=numba_attention_room, lse_unit=1.0)
+judge_attention(ours, 2, 67, 40, 4, torch.float32, False)
+"""
+
+
+def test_what_a_thread_s_own_numbers_are_at_first_does_not_matter_to_attention(tmp_path):
+    """Those of the queries that the last block lacks are of nobody, and are multiplied by zeros: they must be numbers."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", UNWRITTEN], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 LARGE, OF_AVX2 = tiles.Tile(8, 48, 1), tiles.Tile(4, 24, 1)  # of Intel's processors with AVX-512, and of AVX2's; this one may be neither
 
 
