@@ -178,6 +178,25 @@ def test_asked_to_stop_all_ranks_write_one_checkpoint_and_go_on_from_it_to_the_s
     assert files(stopped, *names) == files(straight, *names)
 
 
+def asked_in_a_checkpoint():
+    """Rank 1, and nobody else."""
+    real = train_gpt2.checkpoint
+
+    def checkpoint(run, step):
+        real(run, step)
+        if run.world.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    train_gpt2.checkpoint = checkpoint
+
+
+def test_asked_to_stop_in_a_checkpoint_all_ranks_stop_with_that_one(case, tmp_path):
+    argv = [*inputs(case), COMMON, "-b 2 -x 6 -n 2 -v 0 -s 0 -o", tmp_path / "log"]
+    ended = start(2, tmp_path, *argv, prepare=asked_in_a_checkpoint).ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(0, "")] * 2
+    assert len(losses(ended[0].out)) == 2 and steps_in(tmp_path / "log") == [2]
+
+
 def endless_evaluations():
     """From step 2 on, a million batches each; and NCCL's watch, with more patience for what stands still than for a beat."""
     for name in ("validate", "score_hellaswag"):
