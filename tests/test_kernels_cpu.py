@@ -74,6 +74,14 @@ from test_resume import bf16_model_bytes
 REPO = Path(__file__).resolve().parent.parent
 
 
+def said_by(program: str, *words, **environment) -> str:
+    """What a program, given as text, prints in a process of its own, where it ends well. It finds what is in tests/ too."""
+    environment = os.environ | {"PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"} | environment
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture
 def kernels():
     return SimpleNamespace(**made_whole(numba_operations()))
@@ -395,10 +403,7 @@ def test_kernels_give_the_same_bits_whether_just_compiled_or_kept_or_compiled_as
     out of numba's way of compiling must not change a bit."""
 
     def run(cache, *words):
-        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / cache), "PYTHONPATH": str(REPO)}
-        done = subprocess.run([sys.executable, "-c", BOTH, *words], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return said_by(BOTH, *words, NUMBA_CACHE_DIR=str(tmp_path / cache)).split()
 
     compiled, kept, numba_s = run("ours"), run("ours"), run("another", "as numba would")
     assert compiled == kept == numba_s and compiled[0] == "True"
@@ -599,10 +604,7 @@ def test_tiles_multiply_matrices_on_processors_of_all_widths(name):
         if name == "AVX2" and "avx512f" not in door.processor_features():
             pytest.skip("this one is such a processor")
         told = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features)}
-    command = [sys.executable, "-c", PRODUCT, str(tiles.LARGE)]
-    done = subprocess.run(command, cwd=REPO, env=os.environ | told, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in expected
+    assert said_by(PRODUCT, str(tiles.LARGE), **told).strip() in expected
 
 
 # ----------------------------------------------------------------------------
@@ -822,9 +824,7 @@ for dtype, factors in ((FP32, FP32), (BF16, BF16), (BF16, FP32)):
 
 def test_matmuls_and_attention_neither_read_nor_write_behind_a_tensor():
     """What lies there would not show in a result, but where nothing does, the process would end."""
-    environment = os.environ | {"PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", AT_THE_END_OF_MEMORY], cwd=REPO, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(AT_THE_END_OF_MEMORY)
 
 
 UNWRITTEN = """
@@ -857,9 +857,7 @@ judge_attention(ours, 2, 67, 40, 4, torch.float32, False)
 
 def test_what_a_thread_s_own_numbers_are_at_first_does_not_matter_to_attention(tmp_path):
     """Those of the queries that the last block lacks are of nobody, and are multiplied by zeros: they must be numbers."""
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", UNWRITTEN], cwd=REPO, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said_by(UNWRITTEN, NUMBA_CACHE_DIR=str(tmp_path))
 
 
 LARGE, OF_AVX2 = tiles.Tile(8, 48, 1), tiles.Tile(4, 24, 1)  # of Intel's processors with AVX-512, and of AVX2's; this one may be neither
@@ -937,12 +935,11 @@ print(tiles.MULTIPLIES_TILES)
 
 def test_amx_is_used_where_there_is_one_and_what_others_set_of_it_is_kept():
     """That Linux has granted it is asked by another call than the one that asks for it."""
-    done = subprocess.run([sys.executable, "-c", SHAPES_OF_REGISTERS], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said = said_by(SHAPES_OF_REGISTERS)
     granted = ctypes.c_uint64(0)
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():
         assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(granted)) == 0
-    assert done.stdout.strip() == str(bool(granted.value >> 18 & 1))
+    assert said.strip() == str(bool(granted.value >> 18 & 1))
 
 
 def test_matmuls_have_the_names_and_arguments_of_torch_s():

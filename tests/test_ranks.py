@@ -18,7 +18,7 @@ from case_a import CONFIG, EVAL_EXAMPLES, write_case_a
 from conftest import REPO
 from ranks import environment
 from ranks_program import LONGEST_S, ran, start
-from test_errors import token
+from test_errors import another_bit, token
 from test_loop import inputs, losses, words_of
 from test_resume import keep_only, steps_in
 
@@ -480,9 +480,7 @@ def test_a_file_that_is_not_the_checkpoint_s_is_noticed_whoever_resumes(case, st
     """The ranks share out the files; each has one that only the rank that wrote it knows."""
     target = keep_only(stages[1][0], 4, tmp_path / "from_z1")
     path = target / name
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
+    path.write_bytes(another_bit(path.read_bytes()))
     argv = [*inputs(case), COMMON, "-x 6 -n 6 -v 0 -s 0 -y 1 -o", target]
     for n, B in ((1, 4), (2, 2)):
         ranks = start(n, tmp_path / str(n), *argv, f"-b {B}").ended()
@@ -513,9 +511,7 @@ REFUSED = {  # name -> ranks, flags, more of rank 1, what each rank that says so
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_a_sentence_and_code_2_on_every_rank(case, tmp_path, name):
     n, flags, of_rank_1, words = (each if isinstance(each, int) else each.replace("{case}", str(case)) for each in REFUSED[name])
-    other = bytearray((case / "model.bin").read_bytes())
-    other[2000] ^= 1
-    (case / "other.bin").write_bytes(other)
+    (case / "other.bin").write_bytes(another_bit((case / "model.bin").read_bytes()))
     argv = [*inputs(case), COMMON, "-x 3 -v 1 -m 1 -s 0", flags]
     ranks = start(n, tmp_path, *argv, own={1: [of_rank_1]}).ended()
     assert [rank.code for rank in ranks] == [2] * n, ranks
