@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # --help and --plan take a second, and torch another: what needs it is imported where it is first used
-from llmc import __version__
+from llmc import __version__, lacks
 from llmc.agreement import check_agreement, check_inputs
 from llmc.backend import Backend, measure_matmul_tflops, open_backend
 from llmc.cards import Budget
@@ -117,8 +117,7 @@ def main(argv=None) -> int:
     except RankLost as error:
         return end_with("" if error.said_elsewhere else f"error: {error}", error.code)
     except ModuleNotFoundError as error:
-        advice = "activate the environment that make train makes (. .venv/bin/activate), or: pip install torch numpy tiktoken tqdm"
-        return end_with(f"error: {error.name} is not installed for {sys.executable}; {advice}", INPUT_CODE)
+        return end_with(f"error: {lacks(error.name)}", INPUT_CODE)
 
 
 # ----------------------------------------------------------------------------

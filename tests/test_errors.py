@@ -975,3 +975,24 @@ def test_a_terminal_without_the_letters_still_trains(case):
     )
     result = shell(f"cd {case}; $TRAIN {flags} -o $'log\\xfc\\xc3\\xa9'; echo $?", PYTHONIOENCODING="ascii")
     assert result.stdout.splitlines()[-1] == "0" and not result.stderr and "\\ufffd" in result.stdout
+
+
+# ----------------------------------------------------------------------------
+# the wrong Python
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import train_gpt2; sys.exit(train_gpt2.main(['-e', 'd6']))"
+WRONG_PYTHON = {  # the interpreter -> its arguments, what is said
+    "without packages": (["-S", "train_gpt2.py", "--help"], "error: numpy is not installed for "),
+    "without packages, for a script": (["-S", "scripts/prepare_text.py"], "error: numpy is not installed for "),
+    "without torch": (["-c", WITHOUT_TORCH], "error: torch is not installed for "),
+    "too old": (["-c", "import sys; sys.version_info = 3, 9, 18; import train_gpt2"], ", and llmc needs 3.10 or later; "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PYTHON)
+def test_a_python_that_cannot_run_this_is_told_to_activate_the_environment(name):
+    """As the system's own, when that was forgotten."""
+    arguments, said = WRONG_PYTHON[name]
+    result = subprocess.run([sys.executable, *arguments], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert said in result.stderr and "activate the environment that make train makes" in result.stderr
