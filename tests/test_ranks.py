@@ -293,6 +293,25 @@ def test_a_signal_before_the_first_step_ends_all_ranks_alike(case, tmp_path, who
     assert steps_in(tmp_path / "log") == []
 
 
+def asked_to_stop():
+    """Rank 1 is, once it has read the tokens of the first step."""
+    real = train_gpt2.look_ahead
+
+    def look_ahead(run, step):
+        real(run, step)
+        if run.world.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    train_gpt2.look_ahead = look_ahead
+
+
+def test_a_signal_before_the_first_step_ends_all_ranks_without_an_evaluation_to_agree_in(case, tmp_path):
+    argv = (*inputs(case), COMMON, "-b 2 -x 4 -n 1 -v 0 -s 0 -o", tmp_path / "log")
+    ended = start(2, tmp_path / "ranks", *argv, prepare=asked_to_stop).ended()
+    assert [(rank.code, rank.err) for rank in ended] == [(143, "interrupted before the first step; no checkpoint has changed\n"), (143, "")]
+    assert steps_in(tmp_path / "log") == []
+
+
 def slow_disk():
     """Rank 0 takes 6 s to write a model, a piece at a time, and 6 s to write its state."""
     slow_down(0, 12, 0.5)
