@@ -365,6 +365,7 @@ ELSEWHERE = {
     "--lr": "--learning-rate",
 }  # fmt: skip
 NOT_NEEDED = {
+    "--dropout": "there is no dropout, as in llm.c",
     "--grad_clip": "gradients are always clipped to a norm of 1, as llm.c clips them",
     "--compile": "there is no autograd here for torch.compile to speed up",
 }

@@ -221,6 +221,7 @@ def bin_to_hf(path, folder, tokenizer=None) -> None:
     tokenizer  llm.c's tokenizer file; None: see tokenizer_of
     Raises UserError for a damaged file, a `tokenizer` that cannot be written or a full disk. Memory: the whole model once.
     """
+    need("safetensors")  # before there is a folder
     config, precision = read_model_header(path)
     files, told = tokenizer_of(path, config, tokenizer)
     tensors = tensors_from_bin(path, config, precision)

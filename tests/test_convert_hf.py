@@ -381,6 +381,10 @@ def test_a_missing_package_is_one_sentence(folder, monkeypatch):
     monkeypatch.setattr(sys.modules["transformers.utils"], "cached_file", lambda *_: pytest.fail("it downloads what it cannot read"))
     with pytest.raises(UserError, match="safetensors is missing"):
         hf_to_bin("someone/gpt2", folder.parent / "m.bin")
+    noise_bin(folder.parent / "m.bin", CONFIG, "fp32")
+    with pytest.raises(UserError, match="safetensors is missing"):
+        bin_to_hf(folder.parent / "m.bin", folder.parent / "exported")
+    assert not (folder.parent / "exported").exists()
 
 
 def test_a_failed_write_leaves_the_earlier_weights(tmp_path, monkeypatch):

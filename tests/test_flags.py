@@ -178,6 +178,7 @@ def test_a_wrong_value_is_refused_with_flag_value_and_expectation(name, text):
         (["--input_bin", "x.bin"], "unknown flag --input_bin: did you mean --train-data?"),
         (["--flash", "1"], "unknown flag --flash: did you mean --attention?"),
         (["--grad_clip", "1"], "unknown flag --grad_clip: gradients are always clipped to a norm of 1, as llm.c clips them; leave it out"),
+        (["--dropout", "0.1"], "unknown flag --dropout: there is no dropout, as in llm.c; leave it out"),
         (["-help"], "did you mean --help?"),
         (["-o=log"], "-o=log: only a long flag takes its value after =; use -o log"),
         (["-x=10", "-b", "4"], "-x=10: only a long flag takes its value after =; use -x 10"),

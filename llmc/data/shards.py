@@ -66,8 +66,8 @@ def find_shards(pattern: str, flag: str) -> list[str]:
         raise UserError(f"{flag} {pattern}: that is a folder; name the shards in it, as in '{os.path.join(pattern, '*.bin')}'")
     if not paths:
         raise UserError(
-            f"{flag} {pattern}: no such file; check the path or pattern, "
-            "or make the default data with: python scripts/prepare_tinyshakespeare.py"
+            f"{flag} {pattern}: no such file; check the path or pattern, or make shards by one of scripts/prepare_*.py, "
+            "those that are the default with: python scripts/prepare_tinyshakespeare.py"
         )
     return paths
 
