@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Draw the logs of one or several runs by step: loss, learning rate, gradient norm, tokens/s.
+"""Draw the logs of one or several runs by step, or by tokens: loss, learning rate, gradient norm, tokens/s.
 
     python scripts/plot_log.py log_d6                              a folder with main.log and speed.log
+    python scripts/plot_log.py log_a log_b --tokens                runs whose steps have other numbers of tokens
     python scripts/plot_log.py log_a/main.log out.txt -o both.png --labels llmc llm.c
     python scripts/plot_log.py log124M --baseline d12              beside OpenAI's models of about that size
 
 A LOG is a main.log (this trainer's or llm.c's), a folder that holds one, or the captured output of a run. For a main.log,
 tokens/s come from the speed.log beside it, for an earlier run's main.log.1 from speed.log.1; those that a run prints are the
-trainer's running mean. If a log holds a step twice, the later line counts. Steps are counted from 0, as in main.log. Needs
-matplotlib.
+trainer's running mean. If a log holds a step twice, the later line counts. Steps are counted from 0, as in main.log. With --tokens
+a point lies where so many tokens were trained on before its step, by speed.log. Needs matplotlib.
 
 --baseline draws, dashed, the loss of OpenAI's GPT-2 on FineWeb's validation tokens and its HellaSwag accuracy, both as llm.c
 measured them, and GPT-3's accuracy, from its paper. A loss on other tokens cannot be compared. Losses far above it are left out
@@ -67,10 +68,12 @@ LOSS_ROOM = 1.3  # the loss panel ends at so many times the baseline where all l
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One run. series: for each of SERIES, step -> value, in order of steps; training steps are counted from 0."""
+    """One run. series: for each of SERIES, step -> value, in order of steps; training steps are counted from 0. trained: step -> tokens
+    trained on before it, for all of these steps; None to draw by steps."""
 
     label: str
     series: dict[str, dict[int, float]]
+    trained: dict[int, float] | None = None
 
 
 def main(argv=None):
@@ -80,12 +83,13 @@ def main(argv=None):
         "-o", "--output", metavar="FILE", type=Path, default=Path("log.png"), help="the picture: .png, .svg or .pdf [%(default)s]"
     )
     parser.add_argument("--labels", metavar="NAME", nargs="+", help="a name for each LOG [its folder's or its own]")
+    parser.add_argument("--tokens", action="store_true", help="draw by tokens trained on, not by step; needs each LOG's speed.log")
     parser.add_argument("--baseline", choices=BASELINES, help="draw OpenAI's models of about this size too")
     args = parser.parse_args(argv)
     if args.labels and len(args.labels) != len(args.logs):
         raise UserError(f"--labels has {len(args.labels)} names for {len(args.logs)} logs; give one for each")
     check_picture(args.output)
-    logs = [Log(label, read_series(path)) for label, path in zip(args.labels or labels_of(args.logs), args.logs)]
+    logs = [read_log(label, path, args.tokens) for label, path in zip(args.labels or labels_of(args.logs), args.logs)]
     if args.baseline and not any(finite(log.series[name]) for log in logs for name in BASELINES[args.baseline]):
         raise UserError(f"--baseline {args.baseline} is about validation losses and HellaSwag, and no log has any; leave it out")
     print(*map(summary, logs), sep="\n")
@@ -101,8 +105,8 @@ def labels_of(paths: list[Path]) -> list[str]:
     return [name if name and names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
 
 
-def read_series(path: Path) -> dict[str, dict[int, float]]:
-    """Log.series of a log file or a run's folder. Raises UserError if there is nothing to draw."""
+def read_log(label: str, path: Path, by_tokens: bool = False) -> Log:
+    """The Log of a file or a run's folder. Raises UserError if there is nothing to draw, or `by_tokens` nothing that counts them."""
     if path.is_dir():
         if not (path / LOG_NAME).is_file():
             raise UserError(f"{path} holds no {LOG_NAME}; give the folder that train_gpt2.py -o wrote, or a log file")
@@ -113,9 +117,24 @@ def read_series(path: Path) -> dict[str, dict[int, float]]:
             f"{path} holds no line of a {LOG_NAME} (s:0 trl:...) and none that a run prints (step 1/10 | loss ...); give another log"
         )
     number = re.fullmatch(re.escape(LOG_NAME) + r"(|\.\d+)", path.name)  # of a log that a later run set aside
-    if number and (beside := path.with_name(SPEED_NAME + number[1])).is_file():
-        series["speed"] = {step: speed for step, (_, speed) in sorted(read_speed(beside).items())}
-    return series
+    beside = path.with_name(SPEED_NAME + number[1]) if number else None
+    speeds = dict(sorted(read_speed(beside).items())) if beside and beside.is_file() else {}
+    if speeds:
+        series["speed"] = {step: speed for step, (_, speed) in speeds.items()}
+    if not by_tokens:
+        return Log(label, series)
+    if not speeds:
+        raise UserError(f"--tokens: nothing beside {path} tells how many tokens a step has, as this trainer's speed.log does; leave it out")
+    return Log(label, series, tokens_before(set().union(*series.values()), speeds))
+
+
+def tokens_before(steps: set[int], speeds: dict[int, tuple[float, float]]) -> dict[int, float]:
+    """step -> tokens trained on before it. speeds: step -> (ms, tokens/s), in order of steps; one that is not among them has as many tokens
+    as the one before that is, or as the first."""
+    sizes = [float(round(ms * speed / 1e3)) for ms, speed in speeds.values()]
+    ends = np.array([*speeds, max(steps) + 1])
+    trained = np.cumsum([sizes[0], *sizes] * np.diff(ends, prepend=0))
+    return dict(zip(sorted(steps), np.interp(sorted(steps), [0, *ends], [0, *trained])))
 
 
 def parse_lines(lines) -> dict[str, dict[int, float]]:
@@ -196,7 +215,7 @@ def draw(logs: list[Log], baseline: str | None = None):
         panel.set_title(TITLES[name], fontsize=11)
         panel.tick_params(labelbottom=True)
         if name in names[-1]:
-            panel.set_xlabel("step")
+            panel.set_xlabel("step" if logs[0].trained is None else "tokens trained on")
         if panel.lines:
             panel.grid(alpha=0.25)
             scale(panel, name)
@@ -239,7 +258,8 @@ def draw_line(panel, log: Log, name: str, colour: str, **style) -> None:
         return
     if len(points) == 1:
         style.setdefault("marker", "o")  # a line of one point shows nothing
-    panel.plot(list(points), np.array(list(points.values())), color=colour, label=name, **style)
+    places = list(points) if log.trained is None else [log.trained[step] for step in points]
+    panel.plot(places, np.array(list(points.values())), color=colour, label=name, **style)
 
 
 def draw_baseline(panel, name: str, size: str) -> bool:

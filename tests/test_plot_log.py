@@ -10,7 +10,7 @@ from conftest import REPO
 from llmc.errors import UserError
 from llmc.logger import LOG_NAME, SPEED_NAME, Logger, format_step_line
 from scripts import plot_log
-from scripts.plot_log import Log, parse_lines
+from scripts.plot_log import Log, parse_lines, read_log
 
 EMPTY = {name: {} for name in plot_log.SERIES}
 
@@ -38,6 +38,10 @@ def written(folder, steps=6, val_every=3, speed=True):
     return folder, lines
 
 
+def series_of(path) -> dict:
+    return read_log("run", path).series
+
+
 def drawn(panel) -> dict[str, list[tuple]]:
     """label -> points of a panel's lines."""
     return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata())) for line in panel.lines}
@@ -48,13 +52,13 @@ def drawn(panel) -> dict[str, list[tuple]]:
 
 def test_a_log_and_the_printed_lines_of_one_run_say_the_same(tmp_path):
     folder, lines = written(tmp_path / "run")
-    read, printed = plot_log.read_series(folder), parse_lines(lines)
+    read, printed = series_of(folder), parse_lines(lines)
     assert read["loss"] == {step: pytest.approx(5 - step / 10) for step in range(6)} == printed["loss"]
     assert read["val"] == {0: 4.0, 3: 3.7, 6: 3.4} == printed["val"]
     assert read["lr"] == {step: pytest.approx(1e-4 * (step + 1)) for step in range(6)} == printed["lr"]
     assert read["norm"] == {step: 2 + step / 4 for step in range(6)} == printed["norm"]
     assert read["speed"][5] == 6666.7 and printed["speed"][5] == 6667  # 15 ms; rounded where printed
-    assert plot_log.read_series(folder / "main.log") == read
+    assert series_of(folder / "main.log") == read
 
 
 @pytest.mark.parametrize("line, name, step, value", (
@@ -111,10 +115,10 @@ def test_a_printed_evaluation_belongs_to_the_step_that_follows():
 def test_speed_log_counts_beside_a_main_log_only(tmp_path):
     folder, lines = written(tmp_path / "run")
     (folder / "out.txt").write_text("\n".join(lines[:4]))
-    assert len(plot_log.read_series(folder)["speed"]) == 6
-    assert list(plot_log.read_series(folder / "out.txt")["speed"]) == [0]
+    assert len(series_of(folder)["speed"]) == 6
+    assert list(series_of(folder / "out.txt")["speed"]) == [0]
     folder, _ = written(tmp_path / "slow", speed=False)
-    assert plot_log.read_series(folder)["speed"] == {}
+    assert series_of(folder)["speed"] == {}
 
 
 def test_an_earlier_run_s_log_is_beside_the_speed_of_that_run(tmp_path):
@@ -125,12 +129,12 @@ def test_an_earlier_run_s_log_is_beside_the_speed_of_that_run(tmp_path):
         speed_log.speed(0, 10.0, tokens_per_s)
         log.close(), speed_log.close()
     logs = [tmp_path / name for name in ("main.log.1", "main.log.2", "main.log")]
-    assert [plot_log.read_series(path)["speed"] for path in logs] == [{0: 100.0}, {0: 200.0}, {0: 300.0}]
+    assert [series_of(path)["speed"] for path in logs] == [{0: 100.0}, {0: 200.0}, {0: 300.0}]
     for name in ("main.log", "speed.log"):
         (tmp_path / f"{name}.2").rename(tmp_path / f"{name}.10")
-    assert plot_log.read_series(tmp_path / "main.log.10")["speed"] == {0: 200.0}
+    assert series_of(tmp_path / "main.log.10")["speed"] == {0: 200.0}
     (tmp_path / "speed.log.1").unlink()
-    assert plot_log.read_series(logs[0])["speed"] == {}
+    assert series_of(logs[0])["speed"] == {}
 
 
 def test_labels_are_short_where_they_tell_logs_apart(tmp_path):
@@ -148,18 +152,37 @@ def test_the_summary_line():
     assert plot_log.summary(Log("c", EMPTY | {"loss": {0: math.nan}})) == "c: 1 steps, last train loss nan, no validation loss, no tok/s"
 
 
+def test_tokens_are_counted_by_the_speed_log(tmp_path):
+    """As many a step as it says; of steps it does not hold, as many as before, and as at first."""
+    folder, _ = written(tmp_path / "run")
+    assert read_log("run", folder).trained is None
+    assert read_log("run", folder, by_tokens=True).trained == {step: 100 * step for step in range(7)}
+    rows = {2: (10.0, 6400.0), 3: (9.999, 6399.9), 5: (5.0, 25600.0)}  # 64, 64 and 128 tokens
+    (folder / SPEED_NAME).write_text("".join(f"s:{step} ms:{ms} tok/s:{speed}\n" for step, (ms, speed) in rows.items()))
+    assert read_log("run", folder, by_tokens=True).trained == {0: 0, 1: 64, 2: 128, 3: 192, 4: 256, 5: 320, 6: 448}
+    (folder / LOG_NAME).write_text(f"s:0 trl:1.0\ns:{10**17} tel:1.0\n")
+    assert read_log("run", folder, by_tokens=True).trained[10**17] == pytest.approx(128e17)
+
+
 # --- drawing
 
 
 def test_each_panel_holds_its_numbers(matplotlib, tmp_path):
     folder, _ = written(tmp_path / "run")
-    figure = plot_log.draw([Log("run", plot_log.read_series(folder))])
+    figure = plot_log.draw([read_log("run", folder)])
     loss, lr, norm, speed = figure.axes
     assert drawn(loss) == {"loss": [(s, pytest.approx(5 - s / 10)) for s in range(6)], "val": [(0, 4.0), (3, 3.7), (6, 3.4)]}
     assert drawn(lr)["lr"][5] == (5, pytest.approx(6e-4)) and lr.get_ylim() == (0, pytest.approx(1.1 * 6e-4))
     assert drawn(norm)["norm"] == [(s, 2 + s / 4) for s in range(6)] and norm.get_yscale() == "log"
     assert drawn(speed)["speed"][0] == (0, 10000.0) and speed.get_ylim()[0] == 0
     assert [text.get_text() for text in loss.get_legend().get_texts()] == ["training", "validation"]
+
+
+def test_runs_of_other_batches_are_drawn_by_tokens(matplotlib, tmp_path):
+    folder, _ = written(tmp_path / "run")
+    loss, lr, norm, speed = plot_log.draw([read_log("run", folder, by_tokens=True)]).axes
+    assert drawn(loss)["val"] == [(0, 4.0), (300, 3.7), (600, 3.4)] and [x for x, _ in drawn(speed)["speed"]] == [*range(0, 600, 100)]
+    assert norm.get_xlabel() == speed.get_xlabel() == "tokens trained on"
 
 
 def test_logs_have_colours_of_their_own_and_a_legend(matplotlib):
@@ -292,11 +315,13 @@ def test_a_log_without_a_line_is_named(what, words, matplotlib, tmp_path):
 @pytest.mark.parametrize("flags, words", (
     (["--labels", "a", "b"], "--labels has 2 names for 1 logs"), (["-o", "a.txt"], "expected a name that ends in .png, .svg or .pdf"),
     (["-o", "no/a.png"], "the folder no does not exist"), (["--baseline", "d24"], "no log has any; leave it out"),
+    (["--tokens"], "nothing beside run/main.log tells how many tokens a step has"),
 ))  # fmt: skip
 def test_flags_that_cannot_be_honoured(flags, words, matplotlib, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "run")
     (tmp_path / "run" / LOG_NAME).write_text("s:0 trl:1.0\ns:0 tel:nan\n")
+    (tmp_path / "run" / SPEED_NAME).unlink()
     with pytest.raises(UserError, match=words):
         plot_log.main(["run", *flags])
 
