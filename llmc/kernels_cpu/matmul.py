@@ -17,7 +17,9 @@ import torch
 from llmc.kernels_cpu import door
 from llmc.kernels_cpu.door import F1, LINE, aligned, array, dot, factors, fetch_to_write, jit, load, prange, shared, store
 from llmc.kernels_cpu.packing import pack_left, pack_right, streams_lines, write_row
-from llmc.kernels_cpu.tiles import AMX, SMALL, by_amx, close_tiles, multiply_tile, open_tiles, tile_columns, tile_of, tile_rows, values_of
+from llmc.kernels_cpu.tiles import (
+    AMX, LARGE, SMALL, by_amx, close_tiles, multiply_tile, open_tiles, tile_columns, tile_of, tile_rows, values_of,
+)  # fmt: skip
 from llmc.memory.tuning import MATMUL_BLOCK as BLOCK
 from llmc.memory.tuning import MATMUL_DEPTH as DEPTH
 from llmc.memory.tuning import MATMUL_PANEL as PANEL
@@ -35,9 +37,11 @@ Right = namedtuple("Right", ("numbers", "row", "step"))
 # rows, columns          of the product: one task of a worker
 # depth, near            of a panel of the right matrix, and how much of that is multiplied at a time
 Sizes = namedtuple("Sizes", ("part_rows", "part_depth", "rows", "columns", "depth", "near"))
-# Most rows of a task whose sums are read and written again for every panel's depth: that many sums still stay in the L2 cache. Where the
-# left matrix is packed in parts of the depth there may be more.
-MOST_ROWS = 1024
+# Most rows of a task whose sums are read and written again for every panel's depth: that many sums still stay in the L2 cache, which holds
+# 2 MiB, or 1 on most processors with small tiles. Where the left matrix is packed in parts of the depth there may be more. On a Zen 4 that
+# shares its host, steps of d12 in fp32 with 512 rows took 0.96 of the time with 1024 while others were busy, 1.00 while they were not (1024
+# tokens; 2048 and 4096: 1.00 and 1.01), in bf16 1.00, and with 256 rows 1.01.
+MOST_ROWS = 512 if LARGE is SMALL else 1024
 # Most columns of a panel with AMX or large tiles, which multiply so fast that factors and sums should be read seldom, and its greatest
 # depth with AMX. Both are less if so many threads share the plan's scratch that each has too little. Times of the matmuls of a d12 step
 # with 1024 rows, by AMX, in ms, for columns x depth: 256 x 256 541, 384 x 256 493, 384 x 512 457, 384 x 768 471. Later, without the head,
