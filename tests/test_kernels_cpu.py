@@ -914,7 +914,11 @@ def test_pieces_of_a_matmul_fit_the_room_of_any_number_of_workers(rooms, tile):
 
 SHAPES_OF_REGISTERS = """
 import numpy as np
+import torch
+
 from llmc.kernels_cpu import door, tiles
+from test_kernels_cpu import BF16, attention, matmul, matmul_room
+from test_layers import numba_attention_room
 
 
 @door.njit
@@ -929,12 +933,34 @@ def shapes(factors, outside, inside, afterwards):
 kept = [np.full(64, 9, np.uint8) for _ in range(3)]
 shapes(np.zeros(1, np.uint32), *kept)
 assert [bytes(x) for x in kept] == ([bytes(64), tiles.SHAPES, bytes(64)] if tiles.MULTIPLIES_TILES else 3 * [bytes([9] * 64)])
+
+
+@door.njit
+def look(factors, now):
+    tiles.open_tiles(factors, now)
+    tiles.close_tiles(factors, now)
+
+
+def left_as_they_were():
+    look(np.zeros(1, np.uint32), kept[0])
+    return bytes(kept[0]) == (bytes(64) if tiles.MULTIPLIES_TILES else bytes([9] * 64))
+
+
+torch.set_num_threads(1)  # this one, whose registers can be seen
+x, weight = torch.ones(2, 64, 64, dtype=BF16), torch.ones(64, 64, dtype=BF16)
+matmul.matmul_forward(torch.empty_like(x), x, weight, scratch=matmul_room(BF16, workers=1))
+assert left_as_they_were()
+qkvr, lse, room = torch.ones(2, 64, 192, dtype=BF16), torch.empty(2, 1, 64), numba_attention_room(2, 64, 64, 1, BF16, workers=1)
+attention.attention_forward(x, lse, qkvr, 1, room)
+assert left_as_they_were()
+attention.attention_backward(torch.empty_like(qkvr), torch.empty(192, dtype=BF16), x, qkvr, x, lse, 1, room, accumulate=False)
+assert left_as_they_were()
 print(tiles.MULTIPLIES_TILES)
 """
 
 
 def test_amx_is_used_where_there_is_one_and_what_others_set_of_it_is_kept():
-    """That Linux has granted it is asked by another call than the one that asks for it."""
+    """By each kernel, on its threads. That Linux has granted it is asked by another call than the one that asks for it."""
     said = said_by(SHAPES_OF_REGISTERS)
     granted = ctypes.c_uint64(0)
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():
