@@ -21,13 +21,13 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import UserError, code_of_child, run_script  # first, as it says what is not installed
 
 import numpy as np
 import torch
 
 from llmc.backend import measure_matmul_tflops, open_backend
 from llmc.config import config_from_descriptor
-from llmc.errors import UserError, code_of_child, run_script
 from llmc.flags import parse
 from llmc.gpt2 import GPT2
 from llmc.graphs import graphs_on

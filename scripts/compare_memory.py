@@ -24,13 +24,13 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
+from llmc.errors import MEMORY_CODE, UserError, code_of_child, run_script  # first, as it says what is not installed
 
 import numpy as np
 
 from llmc.checkpoint.model_file import read_model_header
 from llmc.config import config_from_descriptor
 from llmc.data.shards import write_shard
-from llmc.errors import MEMORY_CODE, UserError, code_of_child, run_script
 from llmc.files import make_folder
 from llmc.flags import BY_NAME, parse
 from llmc.logger import SPEED_NAME

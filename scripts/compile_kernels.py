@@ -18,12 +18,12 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # interpreted functions cannot be compiled
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import run_script  # first, as it says what is not installed
 
 import numpy as np
 import torch
 
 from llmc.config import ModelConfig
-from llmc.errors import run_script
 from llmc.gpt2 import GPT2
 from llmc.kernels import door
 from llmc.layers.matmul_fp8 import E4M3

@@ -14,14 +14,15 @@ import sys
 from math import prod
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import UserError, run_script  # first, as it says what is not installed
+
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.model_file import VERSIONS, parameter_bytes, read_model_header, write_model
 from llmc.config import ModelConfig
 from llmc.data.tokenizer import CHARACTER_OF_BYTE, Tokenizer, find_tokenizer
-from llmc.errors import UserError, run_script
 from llmc.files import HEADER_BYTES, Numbers, make_folder, replaced, write_atomically
 from llmc.memory.arena import TORCH_DTYPE
 from llmc.memory.tables import DTYPE_BYTES, parameter_shapes

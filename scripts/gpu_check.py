@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import INPUT_CODE  # first, as it says what is not installed
 
 import torch
 
 from llmc.backend import open_backend
-from llmc.errors import INPUT_CODE
 from llmc.kernels import launch_problem
 from llmc.memory import scratch_sizes
 from llmc.memory.options import PlanOptions

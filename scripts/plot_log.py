@@ -25,10 +25,10 @@ from math import isfinite, nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import UserError, run_script  # first, as it says what is not installed
 
 import numpy as np
 
-from llmc.errors import UserError, run_script
 from llmc.logger import LOG_NAME, SPEED_NAME
 from scripts.plotting import SPEED_LINE, STEP, check_picture, new_figure, read_lines, read_speed, save_picture, shown
 

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import UserError, run_script  # first, as it says what is not installed
+
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.evals import NUM_COMPLETIONS, Example, write_eval_file
 from llmc.data.tokenizer import Encoder
-from llmc.errors import UserError, run_script
 from scripts import inputs, prepare
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"

@@ -8,11 +8,12 @@ Token for token llm.c's dev/data/tinyshakespeare.py. The whole text is held in m
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import UserError, run_script  # first, as it says what is not installed
+
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.data.shards import write_shard
-from llmc.errors import UserError, run_script
 from scripts import inputs, prepare
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -9,16 +9,17 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from llmc.errors import UserError, run_script  # first, as it says what is not installed
+
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llmc.checkpoint.debug_state import write_debug_state
 from llmc.checkpoint.model_file import open_weights, read_model_header
 from llmc.checkpoint.snapshot import load_weights
 from llmc.config import ModelConfig
 from llmc.data.shards import count_tokens, open_shard
-from llmc.errors import UserError, run_script
 from llmc.gpt2 import GPT2
 from llmc.layers.matmul import matmul_forward
 from llmc.memory.options import PlanOptions

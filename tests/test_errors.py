@@ -981,9 +981,10 @@ def test_a_terminal_without_the_letters_still_trains(case):
 # the wrong Python
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import train_gpt2; sys.exit(train_gpt2.main(['-e', 'd6']))"
+PROGRAMS = ["train_gpt2.py", *(f"scripts/{f.name}" for f in sorted((REPO / "scripts").glob("*.py")) if "\nif __name__ ==" in f.read_text())]
 WRONG_PYTHON = {  # the interpreter -> its arguments, what is said
-    "without packages": (["-S", "train_gpt2.py", "--help"], "error: numpy is not installed for "),
-    "without packages, for a script": (["-S", "scripts/prepare_text.py"], "error: numpy is not installed for "),
+    f"without packages, for {program}": (["-S", program, "--help"], "error: numpy is not installed for ") for program in PROGRAMS
+} | {
     "without torch": (["-c", WITHOUT_TORCH], "error: torch is not installed for "),
     "too old": (["-c", "import sys; sys.version_info = 3, 9, 18; import train_gpt2"], ", and llmc needs 3.10 or later; "),
 }
