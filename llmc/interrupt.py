@@ -29,9 +29,9 @@ class EarlySigint:
 
 @contextmanager
 def early_sigint_kept():
-    """See that SIGINT ends what is inside. An exception raised in a callback of ctypes, such as LLVM's compiler makes, or of the garbage
-    collector would be printed by Python, which goes on: a StopRequest raises it again. In another callback of LLVM it becomes another
-    error: that becomes KeyboardInterrupt here."""
+    """See that SIGINT ends what is inside. From a callback of ctypes, such as LLVM's compiler makes, or of the garbage collector no
+    exception comes out: Python would print it, which is prevented here, and goes on, and a StopRequest raises it again. In another
+    callback of LLVM it becomes another error: that becomes KeyboardInterrupt here."""
     handler, told = EarlySigint(), sys.unraisablehook
     sys.unraisablehook = lambda lost: None if handler.came and lost.exc_type is KeyboardInterrupt else told(lost)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a shell's background job, where it is ignored

@@ -595,7 +595,7 @@ class Interrupted(io.RawIOBase):
 
 
 def in_a_callback():
-    """SIGINT where Python raises no exception but prints it and goes on, and another exception there."""
+    """SIGINT where Python goes on after an exception, and another exception there, which alone it prints."""
 
     def callback(phase, info):
         if phase == "start":
